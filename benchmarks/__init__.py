@@ -1,0 +1,1 @@
+"""This server measured beside stock vLLM: `python -m benchmarks.serving` from the repository's root."""

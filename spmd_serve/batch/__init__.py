@@ -1,0 +1,26 @@
+"""``spmd_serve batch``: files of requests in, files of answers out, nothing lost and nothing done twice.
+
+    options = BatchOptions.from_namespace(namespace)  # BatchOptions.add_to(parser) made the flags
+    prepared = prepare(options, flags, launch)  # before the model loads; UsageError says what is wrong
+    code = await run_batch(answer, options, prepared=prepared)
+
+`handlers` (the only file here that imports vLLM, and only when called) makes `answer` out of vLLM's own
+endpoints.
+"""
+
+from spmd_serve.batch.handlers import run_batch_with_engine
+from spmd_serve.batch.lines import BatchLine
+from spmd_serve.batch.loop import Answer, run_batch
+from spmd_serve.batch.options import BatchOptions
+from spmd_serve.batch.prepare import Launch, Prepared, prepare
+
+__all__ = [
+    "Answer",
+    "BatchLine",
+    "BatchOptions",
+    "Launch",
+    "Prepared",
+    "prepare",
+    "run_batch",
+    "run_batch_with_engine",
+]

@@ -1,0 +1,168 @@
+"""Where requests come from: a file, a web server, or a pipe. Read as a stream; only a chunk is in memory."""
+
+import asyncio
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import BinaryIO
+
+from spmd_serve.batch.options import STDIO, is_url
+from spmd_serve.errors import SpmdError, UsageError
+
+CHUNK = 1 << 18
+URL_TIMEOUT_S = 300
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What tells one input from another. `lines` are those that are not blank."""
+
+    size: int
+    sha256: str
+    lines: int
+
+    def as_json(self) -> dict[str, int | str]:
+        return asdict(self)
+
+
+class Source:
+    """An open input. A pipe's content is known only once it has been read."""
+
+    def __init__(self, name: str, fd: int, *, is_pipe: bool) -> None:
+        self.name = name
+        self.is_pipe = is_pipe
+        self._fd = fd
+
+    @classmethod
+    def open(cls, name: str, spool_dir: str | None = None) -> "Source":
+        """Open a path, an http(s) URL (fetched to an unnamed file in `spool_dir`), or ``-``.
+
+        Raises UsageError when it cannot be read.
+        """
+        if is_url(name):
+            fd = _fetch(name, spool_dir)
+        else:
+            try:
+                # A copy: a forked child loses standard input itself (multiprocessing closes it).
+                fd = os.dup(0) if name == STDIO else os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as problem:
+                raise UsageError(f"the input {name} cannot be read: {problem.strerror}") from problem
+        try:
+            mode = os.fstat(fd).st_mode
+            if stat.S_ISDIR(mode):
+                raise UsageError(f"the input {name} is a directory: name a file")
+            return cls("standard input" if name == STDIO else name, fd, is_pipe=not stat.S_ISREG(mode))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def identify(self) -> Fingerprint | None:
+        """Read a file once through; None for a pipe. Raises UsageError when it cannot be read."""
+        try:
+            return None if self.is_pipe else _fingerprint(self._fd)
+        except OSError as problem:
+            raise UsageError(f"the input {self.name} cannot be read: {problem.strerror}") from problem
+
+    def is_same_file(self, path: str) -> bool:
+        """Whether `path` is this very file."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(path))
+        except OSError:
+            return False
+
+    async def lines(self) -> AsyncIterator[tuple[int, bytes]]:
+        """Number (from 1, blank lines count) and content of every line that is not blank.
+
+        Lets others run between chunks. Raises SpmdError when reading fails.
+        """
+        number, parts = 0, list[bytes]()
+        if not self.is_pipe:
+            os.lseek(self._fd, 0, os.SEEK_SET)
+        while chunk := await self._read():
+            pieces = chunk.split(b"\n")
+            for piece in pieces[:-1]:
+                number += 1
+                line = b"".join([*parts, piece]) if parts else piece
+                parts.clear()
+                if number == 1:
+                    line = line.removeprefix(_BOM)
+                if line and not line.isspace():
+                    yield number, line
+            if pieces[-1]:
+                parts.append(pieces[-1])
+            await asyncio.sleep(0)
+        rest = b"".join(parts)
+        if number == 0:
+            rest = rest.removeprefix(_BOM)
+        if rest and not rest.isspace():
+            yield number + 1, rest
+
+    async def _read(self) -> bytes:
+        try:
+            if self.is_pipe:
+                await ready(self._fd, writing=False)
+            return os.read(self._fd, CHUNK)
+        except OSError as problem:
+            raise SpmdError(f"the input {self.name} cannot be read further: {problem.strerror}") from problem
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+async def ready(fd: int, *, writing: bool) -> None:
+    """Wait, without holding up the event loop, until a pipe can be read or takes 4 kB. At once for a file."""
+    loop = asyncio.get_running_loop()
+    woken: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    try:
+        (loop.add_writer if writing else loop.add_reader)(fd, wake)
+    except PermissionError:  # epoll takes no regular files, and they never make one wait
+        return
+    try:
+        await woken
+    finally:
+        (loop.remove_writer if writing else loop.remove_reader)(fd)
+
+
+def _fingerprint(fd: int) -> Fingerprint:
+    digest, size, count = hashlib.sha256(), 0, 0
+    with open(fd, "rb", buffering=CHUNK, closefd=False) as file:
+        file.seek(0)
+        for line in file:
+            digest.update(line)
+            if size == 0:
+                size, count = len(line), int(bool(line.removeprefix(_BOM).strip()))
+                continue
+            size += len(line)
+            count += not line.isspace()
+    return Fingerprint(size, digest.hexdigest(), count)
+
+
+def _fetch(url: str, spool_dir: str | None) -> int:
+    spool: BinaryIO
+    with tempfile.TemporaryFile(dir=spool_dir) as spool:
+        try:
+            with urllib.request.urlopen(url, timeout=URL_TIMEOUT_S) as answer:
+                shutil.copyfileobj(answer, spool, CHUNK)
+                wanted = answer.headers.get("Content-Length")
+            spool.flush()
+        except OSError as problem:
+            raise UsageError(f"the input {url} cannot be fetched: {problem}") from problem
+        with suppress(ValueError, TypeError):
+            if int(wanted) != spool.tell():
+                raise UsageError(f"the input {url} ended early: {spool.tell()} of {wanted} bytes")
+        return os.dup(spool.fileno())

@@ -1,0 +1,65 @@
+"""What a driver or a rank must know to open the control channel: one frozen, JSON-able object."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from spmd_serve.errors import UsageError
+from spmd_serve.topology import Cluster, Layout
+
+ADDITIONAL_CONFIG_KEY = "spmd_serve"
+"""Where the spec travels in vLLM's public ``additional_config`` from the API server to its engine cores."""
+
+
+@dataclass(frozen=True)
+class ControlSpec:
+    """The job as placed: where its store is, who its ranks are, how messages travel.
+
+    `generation` is the nonce of this round's handshake and part of every name.
+    `heartbeat_s`: seconds between the driver's signs of life on a quiet channel.
+    """
+
+    backend: str
+    lb: str
+    store_host: str
+    store_port: int
+    generation: str
+    cluster: Cluster
+    layout: Layout
+    watcher: str
+    key_file: str | None
+    allow_classes: tuple[str, ...]
+    heartbeat_s: float
+    join_timeout_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary of str, int, float, list and dict."""
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        plain["cluster"] = self.cluster.to_json()
+        plain["layout"] = asdict(self.layout)
+        plain["allow_classes"] = list(self.allow_classes)
+        return plain
+
+    @classmethod
+    def from_json(cls, plain: dict[str, Any]) -> "ControlSpec":
+        """Inverse of `to_json`."""
+        values = dict(plain)
+        values["cluster"] = Cluster.from_json(values["cluster"])
+        values["layout"] = Layout(**values["layout"])
+        values["allow_classes"] = tuple(values["allow_classes"])
+        return cls(**values)
+
+    def key(self) -> bytes | None:
+        """The shared secret, or None when frames are not authenticated."""
+        return None if self.key_file is None else read_key(self.key_file)
+
+
+def read_key(path: str) -> bytes:
+    """The shared secret in a file. Raises UsageError naming the flag for one that is unreadable or empty."""
+    try:
+        with open(path, "rb") as file:
+            key = file.read().strip()
+    except OSError as problem:
+        raise UsageError(f"--control-key-file {path} cannot be read: {problem.strerror}") from problem
+    if not key:
+        raise UsageError(f"--control-key-file {path} is empty: write a secret into it (head -c 32 /dev/urandom)")
+    return key

@@ -1,0 +1,1 @@
+"""The part that builds and extends vLLM objects: configuration, ranks' shards, the driver's executor."""

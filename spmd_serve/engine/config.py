@@ -1,0 +1,117 @@
+"""From a command line to vLLM's configuration, by vLLM's own parser."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import (
+    make_arg_parser,
+    propagate_flash_late_interaction,
+    validate_parsed_serve_args,
+)
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from spmd_serve import flags as our_flags
+from spmd_serve.control import ADDITIONAL_CONFIG_KEY, ControlSpec
+from spmd_serve.errors import UsageError
+from spmd_serve.topology import Layout
+
+DEFAULT_SHUTDOWN_TIMEOUT_S = 20
+"""vLLM's own default cuts running answers at once; torchrun kills a signalled job after 30 s."""
+
+
+class ServeParser(FlexibleArgumentParser):
+    """vLLM's parser with our flags first and one-line errors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (--help lists the flags)")
+
+
+def make_parser() -> ServeParser:
+    """The parser of ``spmd_serve serve``: our group, then every ``vllm serve`` flag."""
+    parser = ServeParser(
+        prog="torchrun ... -m spmd_serve",
+        usage="torchrun [torchrun flags] -m spmd_serve [serve] MODEL [flags]",
+        description="Serve a model over an OpenAI-compatible HTTP API from all ranks that torchrun started.",
+        allow_abbrev=False,
+    )
+    our_flags.Flags.add_to(parser)
+    make_arg_parser(parser)
+    parser.set_defaults(shutdown_timeout=DEFAULT_SHUTDOWN_TIMEOUT_S)
+    return parser
+
+
+def parse_serve(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and validate a serve command line. Raises UsageError, one line, for anything wrong in it."""
+    parser = make_parser()
+    args = parser.parse_args(list(argv))
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    defaults = {action.dest: action.default for action in parser._actions}
+    our_flags.refuse(vars(args), defaults)
+    args.given_model = args.model_tag is not None or args.model != defaults["model"]
+    if not args.given_model:
+        raise UsageError("no model given: write it after -m spmd_serve, or as --model MODEL")
+    args.given_sizes = {
+        name: getattr(args, name) if getattr(args, name) != defaults[name] or _is_given(argv, flags) else None
+        for name, flags in {
+            "tensor_parallel_size": ("--tensor-parallel-size", "-tp"),
+            "pipeline_parallel_size": ("--pipeline-parallel-size", "-pp"),
+            "data_parallel_size": ("--data-parallel-size", "-dp"),
+        }.items()
+    }
+    try:
+        validate_parsed_serve_args(args)
+    except (ValueError, TypeError, KeyError) as problem:
+        raise UsageError(one_line(problem)) from problem
+    return args
+
+
+def _is_given(argv: Sequence[str], flags: tuple[str, ...]) -> bool:
+    return any(word.partition("=")[0].replace("_", "-") in flags for word in argv)
+
+
+def flag_values(args: argparse.Namespace) -> dict[str, object]:
+    """All values of the command line, for the comparison between ranks."""
+    return {name: value for name, value in vars(args).items() if not name.startswith("given_")}
+
+
+def apply_layout(args: argparse.Namespace, layout: Layout) -> None:
+    """Write the resolved sizes back, so that vLLM sees what was decided for all ranks."""
+    args.tensor_parallel_size = layout.tp
+    args.pipeline_parallel_size = layout.pp
+    args.data_parallel_size = layout.dp
+
+
+def apply_executor(args: argparse.Namespace, spec: ControlSpec | None = None) -> None:
+    """Make vLLM use our executor; with `spec`, tell the drivers that it will start where the ranks are."""
+    from spmd_serve.engine.executor import TorchrunExecutor
+
+    args.distributed_executor_backend = TorchrunExecutor
+    if spec is not None:
+        args.additional_config = {
+            **(args.additional_config or {}),
+            ADDITIONAL_CONFIG_KEY: spec.to_json(),
+        }
+
+
+def engine_config(args: argparse.Namespace) -> Any:
+    """Build a VllmConfig as ``vllm serve`` would. Raises UsageError for what vLLM refuses."""
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    propagate_flash_late_interaction(args, engine_args)
+    try:
+        return engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    except (ValueError, TypeError, KeyError, OSError, NotImplementedError, AssertionError) as problem:
+        raise UsageError(one_line(problem)) from problem
+
+
+def one_line(problem: BaseException) -> str:
+    """The text of an exception of vLLM or pydantic as one line."""
+    errors = getattr(problem, "errors", None)
+    if callable(errors):
+        texts = [str(item.get("msg", "")) for item in errors()]
+    else:
+        texts = [str(problem) or type(problem).__name__]
+    return "; ".join(" ".join(text.split()) for text in texts if text).removeprefix("Value error, ")

@@ -1,0 +1,159 @@
+"""The driver's ends of the control channel: the way to its replica's ranks, and a reply queue from each."""
+
+import logging
+import threading
+import time
+from typing import Any
+
+import vllm.envs as envs
+
+from spmd_serve import codec
+from spmd_serve.channel.gloo import open_outbox
+from spmd_serve.channel.nccl import BellOutbox
+from spmd_serve.channel.plan import driver_node
+from spmd_serve.channel.reply_listener import ReplyListener
+from spmd_serve.control import ControlSpec
+from spmd_serve.engine.rank_channel import (
+    FOREVER_S,
+    HEARTBEAT,
+    STOP,
+    channel_plan,
+    channel_terms,
+    door_key,
+    loaded_key,
+    ring_key,
+)
+from spmd_serve.engine.ring import RingInbox, RingOutbox
+from spmd_serve.rendezvous import connect_store, get_json, put_json, wait_keys
+from spmd_serve.topology import RankInfo
+
+logger = logging.getLogger(__name__)
+
+_STOP_S = 5.0
+
+
+class DriverOutbox:
+    """Sends every message to all ranks of the replica, whatever way they are reached."""
+
+    def __init__(self, ways: list[Any]) -> None:
+        """`ways`: outboxes; the slower first, so that all ranks have a message at nearly the same time."""
+        self._ways = ways
+        self._lock = threading.Lock()
+        self.sent_at = time.monotonic()
+
+    def enqueue(self, obj: object, timeout: float | None = None) -> None:
+        """Send (method, args, kwargs, output_rank); TimeoutError when a rank takes nothing for `timeout` s."""
+        with self._lock:
+            for way in self._ways:
+                way.enqueue(obj, timeout)
+        self.sent_at = time.monotonic()
+
+    def heartbeat(self) -> None:
+        """A sign of life to every rank."""
+        with self._lock:
+            for way in self._ways:
+                if isinstance(way, BellOutbox):
+                    way.heartbeat()
+                else:
+                    way.enqueue((HEARTBEAT, (), {}, None))
+        self.sent_at = time.monotonic()
+
+    def wait_until_ready(self) -> None:
+        """Return when every rank is connected."""
+        for way in self._ways:
+            way.wait_until_ready()
+
+    def shutdown(self) -> None:
+        """Let go of all ways."""
+        for way in self._ways:
+            way.shutdown()
+
+
+class DriverChannel:
+    """Opens both directions; afterwards `outbox` and `replies` stand in for vLLM's message queues."""
+
+    def __init__(self, spec: ControlSpec, replica: int) -> None:
+        for name in spec.allow_classes:
+            codec.allow_class(name)
+        self._spec = spec
+        self._replica = replica
+        self._plan = channel_plan(spec, replica)
+        self._ended = threading.Event()
+        self.threads: list[threading.Thread] = []
+        self.outbox: DriverOutbox
+        self.replies: list[Any] = []
+
+    @property
+    def _home(self) -> RankInfo:
+        """A rank of this host: its interface and address are ours."""
+        node = driver_node(self._spec.lb, self._spec.layout, self._spec.cluster, self._replica)
+        return self._spec.cluster.nodes[node][0]
+
+    def open(self) -> None:
+        """Connect to all ranks; waits, with a word on who is missing, until they have loaded their shards."""
+        spec, plan, replica = self._spec, self._plan, self._replica
+        store = connect_store(spec.store_host, spec.store_port, spec.generation, spec.join_timeout_s)
+        ranks = spec.layout.replica_ranks(replica)
+        who = {rank: str(spec.cluster.ranks[rank]) for rank in ranks}
+        ring = door = None
+        if plan.ring:
+            ring = RingOutbox(len(plan.ring), envs.VLLM_MQ_MAX_CHUNK_BYTES_MB << 20)
+            put_json(store, ring_key(replica, None), ring.address)
+        if plan.members:
+            door = ReplyListener(self._home.address, spec.generation, key=spec.key())
+            put_json(store, door_key(replica), [door.host, door.port])
+        loaded = {loaded_key(rank): name for rank, name in who.items()}
+        wait_keys(store, loaded, time.monotonic() + FOREVER_S, logger.info, what="the loaded shard")
+        ways: list[Any] = []
+        if plan.members and spec.backend != "nccl":
+            ways.append(
+                open_outbox(
+                    store,
+                    channel_terms(spec, replica, plan),
+                    interface=self._home.interface,
+                    address="" if self._home.interface else self._home.address,
+                    join_timeout_s=spec.join_timeout_s,
+                    say=logger.info,
+                )
+            )
+        replies: dict[int, Any] = {}
+        for rank in plan.ring:
+            address = get_json(store, loaded_key(rank), spec.join_timeout_s, "the reply ring", who[rank])
+            replies[rank] = RingInbox(address, 0)
+        if door is not None:
+            remote = {rank: name for rank, name in who.items() if rank not in plan.ring}
+            replies.update(door.accept(remote, spec.join_timeout_s, logger.info))
+        if ring is not None:
+            bells = [replies[rank] for rank in plan.members]
+            ways.append(BellOutbox(ring, bells) if spec.backend == "nccl" and bells else ring)
+            ring.wait_until_ready()
+        self.outbox = DriverOutbox(ways)
+        self.replies = [replies[rank] for rank in ranks]
+        for rank in plan.ring:
+            replies[rank].wait_until_ready()
+
+    def start_heartbeat(self) -> None:
+        """From now on the ranks hear from us at least every `heartbeat_s` seconds."""
+        thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def _beat(self) -> None:
+        every = self._spec.heartbeat_s
+        while not self._ended.wait(max(0.05, self.outbox.sent_at + every - time.monotonic())):
+            if time.monotonic() - self.outbox.sent_at >= every:
+                self.outbox.heartbeat()
+
+    def close(self, normal: bool) -> None:
+        """Tell the ranks that the job is over (a normal end), and let go."""
+        self._ended.set()
+        for thread in self.threads:
+            thread.join(1.0)
+        if normal:
+            self.outbox.enqueue((STOP, (), {}, None), timeout=_STOP_S)
+            self.outbox.shutdown()
+        for reply in self.replies:
+            reply.shutdown()
+        # The rings' shared memory goes with the last reference.
+        del self.outbox
+        self.replies = []

@@ -1,0 +1,59 @@
+"""The engine core's line to its host's watcher: its own errors go out, the job's verdict comes in."""
+
+import logging
+from collections.abc import Callable
+
+from spmd_serve.control import ControlSpec
+from spmd_serve.liveness import Verdict, WatcherLink
+from spmd_serve.process import die_with_parent
+
+_ENGINE_CORE_LOGGER = "vllm.v1.engine.core"
+
+
+class DriverWatch:
+    """A `WatcherLink` for one engine core, which also listens to what vLLM logs as its fatal error."""
+
+    def __init__(self, link: WatcherLink, replica: int) -> None:
+        self.link = link
+        self._handler = _FatalLog(self, replica)
+        logging.getLogger(_ENGINE_CORE_LOGGER).addHandler(self._handler)
+
+    @classmethod
+    def open(cls, spec: ControlSpec, replica: int, on_failure: Callable[[str], None]) -> "DriverWatch":
+        """Connect to the watcher; `on_failure` is called, from a thread, with the job's verdict."""
+        die_with_parent(None)
+        name = "engine core" if spec.layout.dp == 1 else f"engine core of replica {replica}"
+        hello = {"kind": "engine", "name": name, "rank": None}
+
+        def on_verdict(verdict: Verdict) -> None:
+            on_failure(verdict.cause)
+
+        link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=on_verdict)
+        return cls(link, replica)
+
+    def failed(self, cause: str) -> None:
+        """Report this engine core's own fatal error."""
+        self.link.failed(cause)
+
+    def close(self, normal: bool) -> None:
+        """Let go; after a normal end the deaths that follow are no failures."""
+        logging.getLogger(_ENGINE_CORE_LOGGER).removeHandler(self._handler)
+        if normal:
+            self.link.announce_end()
+            self.link.leaving()
+
+
+class _FatalLog(logging.Handler):
+    """vLLM has no hook for an engine core's fatal error, but logs it with the exception before it ends."""
+
+    def __init__(self, watch: DriverWatch, replica: int) -> None:
+        super().__init__(level=logging.ERROR)
+        self._watch = watch
+        self._replica = replica
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is None or not record.getMessage().startswith("EngineCore"):
+            return
+        problem = record.exc_info[1]
+        text = " ".join(str(problem).split())
+        self._watch.failed(f"the engine core failed: {type(problem).__name__}: {text}")

@@ -1,0 +1,85 @@
+"""Every internal of vLLM that spmd_serve leans on, in one place; written for vLLM 0.32.
+
+Public extension points (``distributed_executor_backend=<class>``, ``additional_config``, endpoint
+plugins, the argument parsers) are used where they are needed. What is imported here is not promised
+by vLLM: `check()` (run by a test, and at start) says clearly what moved.
+"""
+
+import inspect
+
+from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
+from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
+
+from spmd_serve.errors import UsageError
+
+__all__ = ["Handle", "MessageQueue", "MultiprocExecutor", "WorkerProc", "check", "quieten"]
+
+WRITTEN_FOR = "0.32"
+
+# Class, method, the parameters we call or override it with.
+_RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
+    (
+        WorkerProc,
+        "__init__",
+        (
+            "vllm_config",
+            "local_rank",
+            "rank",
+            "distributed_init_method",
+            "input_shm_handle",
+            "shared_worker_lock",
+            "is_driver_worker",
+        ),
+    ),
+    (WorkerProc, "_init_message_queues", ("input_shm_handle", "vllm_config")),
+    (WorkerProc, "_execute_worker_rpc", ("rpc_request",)),
+    (WorkerProc, "worker_busy_loop", ()),
+    (WorkerProc, "shutdown", ()),
+    (MultiprocExecutor, "_init_executor", ()),
+    (MultiprocExecutor, "_get_parallel_sizes", ()),
+    (MultiprocExecutor, "_get_output_rank", ()),
+    (
+        MultiprocExecutor,
+        "collective_rpc",
+        ("method", "timeout", "args", "kwargs", "non_block", "unique_reply_rank", "kv_output_aggregator"),
+    ),
+    (MultiprocExecutor, "execute_model", ("scheduler_output", "non_block")),
+    (MultiprocExecutor, "sample_tokens", ("grammar_output", "non_block")),
+    (MultiprocExecutor, "shutdown", ()),
+    (MessageQueue, "__init__", ("n_reader", "n_local_reader", "max_chunk_bytes")),
+    (MessageQueue, "create_from_handle", ("handle", "rank")),
+    (MessageQueue, "enqueue", ("obj", "timeout")),
+    (MessageQueue, "dequeue", ("timeout", "indefinite")),
+    (MessageQueue, "wait_until_ready", ()),
+    (MessageQueue, "shutdown", ()),
+    (FutureWrapper, "result", ("timeout",)),
+)
+
+
+def check() -> None:
+    """Raise UsageError naming the first internal that is not as it was in vLLM 0.32."""
+    from vllm.version import __version__
+
+    for owner, name, parameters in _RELIED_ON:
+        member = getattr(owner, name, None)
+        if member is None:
+            raise UsageError(
+                f"vLLM {__version__} has no {owner.__name__}.{name}: spmd_serve leans on that of "
+                f"vLLM {WRITTEN_FOR}; install vllm{'>=0.32,<0.33'!s}"
+            )
+        missing = set(parameters) - set(inspect.signature(member).parameters)
+        if missing:
+            raise UsageError(
+                f"vLLM {__version__}: {owner.__name__}.{name} no longer takes {', '.join(sorted(missing))}, "
+                f"as it did in vLLM {WRITTEN_FOR}; install vllm>=0.32,<0.33"
+            )
+
+
+def quieten(queue: MessageQueue) -> None:
+    """Let a ring's reader sleep at once, instead of spinning for a second after the last message.
+
+    A heartbeat on a quiet channel must not cost a spinning core.
+    """
+    condition = getattr(queue, "_spin_condition", None)
+    if condition is not None:
+        condition.last_read = 0.0

@@ -1,0 +1,28 @@
+"""What can go wrong, and the exit code that says so."""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every spmd_serve process."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    LINES_FAILED = 3
+
+
+class SpmdError(Exception):
+    """Base of all errors that are shown to a person as one line, without a traceback."""
+
+    exit_code = ExitCode.FAILED
+
+
+class UsageError(SpmdError):
+    """A mistake in flags, environment, model files or launch: says what, where and the cure."""
+
+    exit_code = ExitCode.USAGE
+
+
+class PeerLost(SpmdError):
+    """Somebody of this job is gone or silent: names the rank, its host and the cause."""

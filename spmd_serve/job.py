@@ -1,0 +1,244 @@
+"""This rank's place in the job: its host's watcher, its seat at the rendezvous, its votes with the others."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from spmd_serve import cores, network
+from spmd_serve.errors import ExitCode, PeerLost, SpmdError
+from spmd_serve.flags import Flags, host_name
+from spmd_serve.liveness import Verdict, WatchConfig, WatcherLink, start_watcher, watcher_address
+from spmd_serve.process import die_with_parent, die_with_parent_in_children
+from spmd_serve.signals import on_ending_signal
+from spmd_serve.torchrun_env import TorchrunEnv
+
+if TYPE_CHECKING:
+    from spmd_serve.rendezvous import Membership
+
+WATCHER_TIMEOUT_S = 30.0
+GRACE_S = 2.0
+"""How long a process may take to end by itself after the verdict; the watcher then kills it."""
+LAST_WORDS_S = 1.2
+"""How long rank 0 stays after the verdict, so that the API server can tell its clients (it dies with rank 0)."""
+END_S = 20.0
+"""How long a rank waits for its driver's stop message once the job's normal end is announced."""
+
+
+class Job:
+    """The job as this rank sees it; made by `enter`, which returns when all ranks have met.
+
+    Whatever happens to another process of the job ends this one too, from a thread of the link to the watcher.
+    """
+
+    def __init__(self, flags: Flags, env: TorchrunEnv) -> None:
+        self.flags = flags
+        self.env = env
+        self.own_cores: list[int] = []
+        self.serving = False
+        """From when on the driver's stop message, not the announced end, ends this rank."""
+        self._on_drain: Callable[[str], None] | None = None
+        self._drain_asked: str | None = None
+        self._before_exit: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._signals = 0
+        self.watcher: str
+        self.link: WatcherLink
+        self.membership: Membership
+
+    @classmethod
+    def enter(cls, flags: Flags) -> "Job":
+        """Start or find the watcher, then meet all ranks. Raises SpmdError, one line, when that fails."""
+        env = TorchrunEnv.read(os.environ)
+        job = cls(flags, env)
+        if env.launched:
+            die_with_parent(env.agent_pid)
+        die_with_parent_in_children()
+        # Before torch is imported: OpenMP reads its variables then, and the watcher stays small.
+        job.own_cores = cores.prepare_environ(env, os.environ)
+        job._open_watcher()
+        on_ending_signal(job._ending_signal)
+        with job.reported():
+            job._join()
+        return job
+
+    def _open_watcher(self) -> None:
+        env = self.env
+        if env.local_rank == 0:
+            self.watcher = start_watcher(
+                env.agent_pid,
+                env.restart_count,
+                watch_agent=env.launched,
+                rank_timeout=self.flags.rank_timeout,
+                grace_s=GRACE_S,
+            )
+        else:
+            self.watcher = watcher_address(env.agent_pid, env.restart_count)
+        hello = {"kind": "rank", "name": f"torchrun rank {env.rank}", "rank": None}
+        self.link = WatcherLink.connect(
+            self.watcher, hello, WATCHER_TIMEOUT_S, self._verdict, self._drain, self._end
+        )
+
+    def _join(self) -> None:
+        from spmd_serve.rendezvous import get_json, join, put_json
+
+        env, flags = self.env, self.flags
+        route = network.choose_route(env.master_addr, env.master_port, flags.interface, os.environ)
+        self.membership = join(
+            env,
+            route,
+            head=flags.head,
+            timeout_s=flags.join_timeout,
+            device=device_name(env.local_rank),
+            say=self.say,
+        )
+        me, store, cluster = self.membership.me, self.membership.store, self.membership.cluster
+        self.link.identify(f"rank {me.rank}", me.rank)
+        if me.local_rank == 0:
+            if me.rank == 0:
+                address = me.address
+                put_json(store, "watch", [address, self.link.listen(address)])
+            address, port = get_json(store, "watch", flags.join_timeout, "the watcher's address", "rank 0", self.say)
+            self.link.configure(
+                WatchConfig(
+                    node=me.node,
+                    hosts=tuple(cluster.hosts),
+                    ranks=tuple(tuple(info.rank for info in node) for node in cluster.nodes),
+                    head_address=address,
+                    head_port=port,
+                    generation=self.membership.nonce,
+                    rank_timeout=flags.rank_timeout,
+                    step_timeout=flags.step_timeout,
+                    join_timeout=flags.join_timeout,
+                    grace_s=GRACE_S,
+                    expect_turns=flags.control_backend != "nccl",
+                    key=self.key(),
+                )
+            )
+        if len(cluster.nodes) > 1:
+            use_interface(me.interface, me.address)
+
+    def key(self) -> str | None:
+        """The shared secret of ``--control-key-file``."""
+        path = self.flags.control_key_file
+        if path is None:
+            return None
+        from spmd_serve.control import read_key
+
+        return read_key(path).hex()
+
+    def say(self, text: str) -> None:
+        """A line to the log, from one rank of each host."""
+        if self.env.local_rank == 0:
+            print(f"spmd_serve: {text}", file=sys.stderr, flush=True)
+
+    def vote(self, what: str, problem: SpmdError | None) -> None:
+        """See `votes.vote`: returns when `what` went well on all ranks, else raises the same on all."""
+        from spmd_serve.votes import vote
+
+        membership = self.membership
+        vote(
+            membership.store,
+            membership.me,
+            membership.cluster,
+            what,
+            problem,
+            self.flags.join_timeout,
+            self.say,
+        )
+
+    @contextmanager
+    def voting(self, what: str) -> Iterator[None]:
+        """Vote on the block: its SpmdError becomes everybody's."""
+        problem: SpmdError | None = None
+        try:
+            yield
+        except SpmdError as error:
+            problem = error
+        self.vote(what, problem)
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        """Tell the watcher of an error that leaves the block, as this rank's own."""
+        try:
+            yield
+        except SpmdError as problem:
+            self.link.failed(str(problem), peer=isinstance(problem, PeerLost))
+            raise
+        except Exception as problem:
+            text = " ".join(str(problem).split())
+            self.link.failed(f"{type(problem).__name__}: {text}", peer="closed by peer" in text)
+            raise
+
+    def drain_with(self, on_drain: Callable[[str], None]) -> None:
+        """On rank 0: what to do when somebody asks the job to finish; at once, if that happened already."""
+        with self._lock:
+            self._on_drain = on_drain
+            asked = self._drain_asked
+        if asked is not None:
+            on_drain(asked)
+
+    def before_exit(self, call: Callable[[], None]) -> None:
+        """What to do, within `LAST_WORDS_S`, before a verdict ends this process."""
+        self._before_exit = call
+
+    # What comes from elsewhere, in threads.
+
+    def _ending_signal(self, number: signal.Signals) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            print(f"spmd_serve: second {number.name}: ends at once", file=sys.stderr, flush=True)
+            os._exit(ExitCode.FAILED)
+        self.link.request_drain(f"{number.name} at torchrun rank {self.env.rank} on {host_name()}")
+
+    def _drain(self, reason: str) -> None:
+        self.say(f"{reason}: the job finishes what it does and ends")
+        with self._lock:
+            self._drain_asked = reason
+            on_drain = self._on_drain
+        if on_drain is not None:
+            on_drain(reason)
+        else:
+            # Nothing is served yet: there is nothing to wait for.
+            threading.Thread(target=self._end_early, name="end-early", daemon=True).start()
+
+    def _end_early(self) -> None:
+        self.link.announce_end()
+        os._exit(ExitCode.OK)
+
+    def _end(self) -> None:
+        if not self.serving:
+            os._exit(ExitCode.OK)
+        timer = threading.Timer(END_S, os._exit, (ExitCode.FAILED,))
+        timer.daemon = True
+        timer.start()
+
+    def _verdict(self, verdict: Verdict) -> None:
+        from spmd_serve.main import report
+
+        if self._before_exit is not None:
+            self._before_exit()
+        report(PeerLost(verdict.cause), quiet=self.env.local_rank != 0)
+        os._exit(ExitCode.FAILED)
+
+
+def device_name(local_rank: int) -> str:
+    """What this rank computes on, without touching CUDA (children are still to be forked)."""
+    import torch
+
+    if torch.version.cuda is not None and os.path.exists("/dev/nvidiactl"):
+        return f"cuda:{local_rank}"
+    if torch.version.hip is not None and os.path.exists("/dev/kfd"):
+        return f"cuda:{local_rank}"
+    return "cpu"
+
+
+def use_interface(interface: str, address: str) -> None:
+    """Have the groups that vLLM makes use the interface that the rendezvous found; a user's setting stays."""
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    os.environ.setdefault("VLLM_HOST_IP", address)

@@ -1,0 +1,21 @@
+"""Who of the job is alive: a watcher per host, its members, and the verdict on who was first to fail.
+
+Stdlib only, so that a watcher is forked before anything heavy is imported.
+"""
+
+from spmd_serve.liveness.board import BoardSlot, NullSlot
+from spmd_serve.liveness.link import WatcherLink
+from spmd_serve.liveness.records import Verdict, WatchConfig
+from spmd_serve.liveness.start import start_watcher, watcher_address
+from spmd_serve.liveness.view import fetch_view
+
+__all__ = [
+    "BoardSlot",
+    "NullSlot",
+    "Verdict",
+    "WatchConfig",
+    "WatcherLink",
+    "fetch_view",
+    "start_watcher",
+    "watcher_address",
+]

@@ -1,0 +1,131 @@
+"""The board: shared memory where members note their steps, and the watcher looks without asking anybody."""
+
+import fcntl
+import mmap
+import os
+import time
+from typing import Literal, NamedTuple, get_args
+
+StateName = Literal["starting", "loading", "ready", "stepping", "draining"]
+STATES: tuple[StateName, ...] = get_args(StateName)
+_CODES = {name: code for code, name in enumerate(STATES)}
+
+SLOT_BYTES = 64
+SLOTS = 256
+BOARD_BYTES = SLOT_BYTES * SLOTS
+
+# Fields of a slot, in words of 8 bytes. An aligned word is written and read in one piece; a slot as a whole
+# is not, so the watcher never concludes anything from two fields of one single look.
+_STARTED, _DONE, _STATE = 0, 1, 2
+_STARTED_AT, _DONE_AT, _TURNED_AT = 3, 4, 5
+_WORDS = SLOT_BYTES // 8
+
+
+class SlotReading(NamedTuple):
+    """One look at a slot; times are CLOCK_MONOTONIC seconds of this host, 0.0 for never."""
+
+    started: int
+    done: int
+    state: StateName
+    started_at: float
+    done_at: float
+    turned_at: float
+
+    @property
+    def last_sign(self) -> float:
+        """The newest of the three times."""
+        return max(self.started_at, self.done_at, self.turned_at)
+
+
+class Board:
+    """The watcher's side: owns the memory, hands out slots."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("spmd-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, BOARD_BYTES)
+        # Nobody who was given the descriptor can cut the memory away under the others (SIGBUS).
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        view = memoryview(mmap.mmap(self.fd, BOARD_BYTES))
+        self._integers = view.cast("Q")
+        self._floats = view.cast("d")
+        self._free = list(range(SLOTS - 1, -1, -1))
+
+    def take(self) -> int | None:
+        """The number of a zeroed slot; None when all are taken."""
+        if not self._free:
+            return None
+        number = self._free.pop()
+        for word in range(number * _WORDS, (number + 1) * _WORDS):
+            self._integers[word] = 0
+        return number
+
+    def give_back(self, number: int) -> None:
+        """The slot's owner is dead."""
+        self._free.append(number)
+
+    def read(self, number: int) -> SlotReading:
+        """What the slot's owner has noted."""
+        at = number * _WORDS
+        code = self._integers[at + _STATE]
+        return SlotReading(
+            self._integers[at + _STARTED],
+            self._integers[at + _DONE],
+            STATES[code] if code < len(STATES) else "starting",
+            self._floats[at + _STARTED_AT],
+            self._floats[at + _DONE_AT],
+            self._floats[at + _TURNED_AT],
+        )
+
+
+class BoardSlot:
+    """A member's side: notes what it does. Each call is a few stores to memory: no lock, no system call."""
+
+    def __init__(self, fd: int, number: int) -> None:
+        """Map the board behind `fd` (which may be closed afterwards) and own slot `number` of it."""
+        view = memoryview(mmap.mmap(fd, BOARD_BYTES))[number * SLOT_BYTES : (number + 1) * SLOT_BYTES]
+        self._integers = view.cast("Q")
+        self._floats = view.cast("d")
+
+    def step_begin(self) -> None:
+        """A step is in flight from now on; several may be."""
+        self._floats[_STARTED_AT] = time.monotonic()
+        self._integers[_STARTED] += 1
+
+    def step_end(self) -> None:
+        """The oldest step in flight is done."""
+        self._floats[_DONE_AT] = time.monotonic()
+        self._integers[_DONE] += 1
+
+    def turn(self) -> None:
+        """The loop has turned: a message or a heartbeat has come."""
+        self._floats[_TURNED_AT] = time.monotonic()
+
+    def state(self, name: StateName) -> None:
+        """What this member does from now on. Only "ready" promises that the loop turns with each heartbeat."""
+        self.turn()
+        self._integers[_STATE] = _CODES[name]
+
+    def detach(self) -> None:
+        """In a forked child: what is noted from now on goes nowhere; the slot is the parent's."""
+        scratch = memoryview(bytearray(SLOT_BYTES))
+        self._integers = scratch.cast("Q")
+        self._floats = scratch.cast("d")
+
+
+class NullSlot:
+    """The same methods, for a world without a watcher."""
+
+    def step_begin(self) -> None:
+        """Nothing."""
+
+    def step_end(self) -> None:
+        """Nothing."""
+
+    def turn(self) -> None:
+        """Nothing."""
+
+    def state(self, name: StateName) -> None:
+        """Nothing."""
+
+    def detach(self) -> None:
+        """Nothing."""

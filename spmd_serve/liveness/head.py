@@ -1,0 +1,215 @@
+"""The head's side of the watch between hosts: one TCP connection from the watcher of every other host."""
+
+import hmac
+import secrets
+import selectors
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from spmd_serve.liveness import words
+from spmd_serve.liveness.judge import Accusation, Weight
+from spmd_serve.liveness.loop import Conn, Loop, log
+from spmd_serve.liveness.records import Message, WatchConfig
+from spmd_serve.liveness.wire import BadLine, Seal, pack
+
+HELLO_BYTES = 4096
+_STRANGERS = 64
+_STRANGER_S = 10.0
+
+
+class HeadCourt(Protocol):
+    """What the head's watcher does with what the others report."""
+
+    @property
+    def now(self) -> float: ...
+    @property
+    def over(self) -> bool: ...
+    def accuse(self, accusation: Accusation) -> None: ...
+    def withdraw(self, key: str) -> None: ...
+    def request_drain(self, reason: str) -> None: ...
+    def end(self, then: Callable[[], None]) -> None: ...
+    def news(self) -> list[Message]: ...
+
+
+@dataclass
+class Node:
+    """One connection; `number` is None until it has proven to be a host of this job."""
+
+    conn: Conn
+    seal: Seal
+    peer: str
+    since: float
+    number: int | None = None
+    heard: float = 0.0
+    table: list[Message] = field(default_factory=list)
+    knows_end: bool = False
+    left: bool = False
+
+    def tell(self, message: Message, droppable: bool = False) -> None:
+        # Each wrapped line counts in the seal, so a line is dropped before it is wrapped or never.
+        if not droppable or not self.conn.is_clogged:
+            self.conn.send(self.seal.wrap(message))
+
+
+class Head:
+    """Listens for the other hosts' watchers, and notices which of them is silent or gone."""
+
+    def __init__(self, court: HeadCourt, loop: Loop, address: str) -> None:
+        """Bind a port of the kernel's choice at `address`; connections wait there until `configure`."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self._listener.bind((address, 0))
+            self._listener.listen(1024)
+        except OSError:
+            self._listener.close()
+            raise
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._court = court
+        self._loop = loop
+        self._config: WatchConfig | None = None
+        self._configured_at = 0.0
+        self._strangers: list[Node] = []
+        self.nodes: dict[int, Node] = {}
+        self._after_end: list[Callable[[], None]] = []
+        self._logged = 0
+
+    def configure(self, config: WatchConfig) -> None:
+        """Who is expected; from now on connections are taken."""
+        if self._config is None:
+            self._config = config
+            self._configured_at = self._court.now
+            self._loop.watch(self._listener.fileno(), self._accept, selectors.EVENT_READ)
+
+    def broadcast(self, message: Message, droppable: bool = False) -> None:
+        """Tell all hosts."""
+        for node in self.nodes.values():
+            node.tell(message, droppable)
+
+    def end(self, then: Callable[[], None]) -> None:
+        """Tell all hosts that the job ends normally; `then` is called when all of them know."""
+        self._after_end.append(then)
+        self.broadcast({"t": "end"})
+        self._check_end()
+
+    def tick(self) -> None:
+        """Call every beat: sends the beat, and looks who is silent or missing."""
+        self.broadcast({"t": "beat"}, droppable=True)
+        config, now = self._config, self._court.now
+        for stranger in [one for one in self._strangers if now - one.since > _STRANGER_S]:
+            self._drop(stranger, "said nothing")
+        if config is None or self._court.over:
+            return
+        for number in range(1, len(config.hosts)):
+            where = words.host(config.hosts[number], config.ranks[number])
+            node = self.nodes.get(number)
+            if node is None:
+                if now - self._configured_at > config.join_timeout:
+                    self._accuse(number, words.not_joined(where, config.join_timeout), None)
+            elif not node.left and now - node.heard > config.rank_timeout:
+                self._accuse(number, words.host_silent(where, now - node.heard), now - node.heard)
+
+    def _accuse(self, number: int, cause: str, age_s: float | None) -> None:
+        assert self._config is not None
+        ranks = self._config.ranks[number]
+        rank = ranks[0] if len(ranks) == 1 else None
+        host = self._config.hosts[number]
+        self._court.accuse(Accusation(f"node {number}", Weight.HOST, cause, rank, host, number, age_s))
+
+    # Connections.
+
+    def _accept(self, _events: int) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except OSError:
+            return
+        if len(self._strangers) >= _STRANGERS:
+            sock.close()
+            return
+        assert self._config is not None
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        seal = Seal(self._config.key, "head", "node")
+
+        def on_line(line: bytes) -> None:
+            message = node.seal.open(line)
+            try:
+                if node.number is None:
+                    self._welcome(node, message)
+                else:
+                    self._hear(node, message)
+            except (KeyError, TypeError, ValueError) as problem:
+                raise BadLine(f"a bad {message['t']} message: {problem!r}") from problem
+
+        conn = Conn(self._loop, sock, on_line, lambda reason: self._closed(node, reason), HELLO_BYTES)
+        node = Node(conn, seal, f"{address[0]} port {address[1]}", self._court.now)
+        self._strangers.append(node)
+        nonce = secrets.token_hex(16)
+        conn.send(pack({"t": "challenge", "nonce": nonce}))
+        seal.mix(nonce)
+
+    def _welcome(self, node: Node, message: Message) -> None:
+        assert self._config is not None
+        number = int(message["node"])
+        if message["t"] != "hello" or not hmac.compare_digest(
+            str(message["generation"]).encode(), self._config.generation.encode()
+        ):
+            raise BadLine("it belongs to another run")
+        if not 0 < number < len(self._config.hosts) or number in self.nodes:
+            raise BadLine(f"node {number} is not expected, or here already")
+        node.seal.mix(str(message["nonce"]))
+        node.conn.trust()
+        self._strangers.remove(node)
+        node.number, node.heard = number, self._court.now
+        self.nodes[number] = node
+        node.tell({"t": "welcome"})
+        for news in self._court.news():
+            node.tell(news)
+
+    def _hear(self, node: Node, message: Message) -> None:
+        node.heard = self._court.now
+        kind = message["t"]
+        if kind == "beat":
+            node.table = list(message["table"])
+        elif kind == "accuse":
+            self._court.accuse(Accusation.from_json(message["accusation"]))
+        elif kind == "withdraw":
+            self._court.withdraw(str(message["key"]))
+        elif kind == "drain":
+            self._court.request_drain(str(message["reason"]))
+        elif kind == "end":
+            self._court.end(lambda: None)
+        elif kind == "end-known":
+            node.knows_end = True
+            self._check_end()
+        elif kind == "bye":
+            node.left = node.knows_end = True
+            self._check_end()
+
+    def _closed(self, node: Node, reason: str) -> None:
+        if node.number is None:
+            self._drop(node, reason or "it closed the connection")
+            return
+        left, node.left, node.knows_end = node.left, True, True
+        self._check_end()
+        if not left and not self._court.over:
+            assert self._config is not None
+            where = words.host(self._config.hosts[node.number], self._config.ranks[node.number])
+            log(f"the connection from {where} is closed{f': {reason}' if reason else ''}")
+            self._accuse(node.number, words.watcher_gone(where), self._court.now - node.heard)
+
+    def _drop(self, stranger: Node, reason: str) -> None:
+        stranger.conn.close()
+        self._strangers.remove(stranger)
+        self._logged += 1
+        if self._logged <= _STRANGERS:
+            log(f"dropped a connection from {stranger.peer}: {reason}")
+
+    def _check_end(self) -> None:
+        if all(node.knows_end for node in self.nodes.values()):
+            waiting, self._after_end = self._after_end, []
+            for then in waiting:
+                then()

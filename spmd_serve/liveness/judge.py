@@ -1,0 +1,134 @@
+"""Who was first: accusations are weighed for a moment, then one becomes the verdict. Pure, with no clock."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any
+
+
+class Weight(IntEnum):
+    """How causal an accusation is: a lower one explains a higher one that came up to a moment earlier."""
+
+    OWN = 0
+    """Killed by a signal, stopped, or said itself what went wrong."""
+    WORDLESS = 1
+    """Ended without a word: an exit code, or not even that is known. Often the consequence of another's end."""
+    HUNG = 2
+    """A step makes no progress: all ranks of a collective then look alike."""
+    HOST = 3
+    """A whole host is silent, or its watcher is gone."""
+    IDLE_DRIVER = 4
+    """A driver that sends no heartbeats: all its ranks then idle too long as well."""
+    IDLE = 5
+    """A rank whose loop does not turn."""
+    PEER = 6
+    """Somebody noticed only that somebody else is gone."""
+
+
+SETTLE_S: Mapping[Weight, float] = {
+    Weight.OWN: 0.3,
+    Weight.WORDLESS: 0.3,
+    Weight.HUNG: 2.0,  # the stacks are written meanwhile
+    Weight.HOST: 1.2,
+    Weight.IDLE_DRIVER: 3.0,  # above heartbeat interval plus poll: a stopped driver is noticed by then
+    Weight.IDLE: 3.0,
+    Weight.PEER: 2.0,
+}
+"""How long an accusation waits for a more causal one, seconds."""
+
+
+@dataclass(frozen=True)
+class Accusation:
+    """Somebody is gone or stuck.
+
+    key: what it is about; one key is heard once.  order: decides between accusations of one weight and
+    moment.
+    age_s: seconds since the last sign of life, where known.
+    """
+
+    key: str
+    weight: Weight
+    cause: str
+    rank: int | None
+    host: str
+    order: int = 0
+    age_s: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> "Accusation":
+        """Inverse of `to_json`; raises KeyError, TypeError or ValueError for anything else."""
+        rank, age_s = plain["rank"], plain["age_s"]
+        return cls(
+            key=str(plain["key"]),
+            weight=Weight(plain["weight"]),
+            cause=str(plain["cause"]),
+            rank=None if rank is None else int(rank),
+            host=str(plain["host"]),
+            order=int(plain["order"]),
+            age_s=None if age_s is None else float(age_s),
+        )
+
+
+class Jury:
+    """Hears accusations, and after the shortest settling time among them names the most causal one."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, tuple[Accusation, float, float]] = {}
+
+    def hear(self, accusation: Accusation, now: float, patience_s: float = 0.0) -> bool:
+        """Take one in, at time `now`; False when its key was heard before.
+
+        `patience_s` is added to its settling time: a higher court is to decide, this one only if that fails.
+        """
+        if accusation.key in self._heard:
+            return False
+        self._heard[accusation.key] = (accusation, now, now + SETTLE_S[accusation.weight] + patience_s)
+        return True
+
+    def withdraw(self, key: str) -> bool:
+        """Forget one: the accused has shown life. False when there was none."""
+        return self._heard.pop(key, None) is not None
+
+    @property
+    def heard(self) -> list[Accusation]:
+        """All accusations, in the order of their arrival."""
+        return [accusation for accusation, _, _ in self._heard.values()]
+
+    def due(self) -> float | None:
+        """When `verdict` will have an answer; None while nothing was heard."""
+        return min((due for _, _, due in self._heard.values()), default=None)
+
+    def verdict(self, now: float) -> Accusation | None:
+        """The first cause, or None while more causal ones are still waited for."""
+        due = self.due()
+        return self.first() if due is not None and now >= due else None
+
+    def first(self) -> Accusation | None:
+        """The most causal accusation of those heard so far."""
+        best = min(self._heard.values(), key=lambda one: (one[0].weight, one[1], one[0].order), default=None)
+        return None if best is None else best[0]
+
+
+class LivedClock:
+    """Time that this process itself has lived through, in seconds.
+
+    An observer that was stopped, starved or paused together with its whole machine must not take that time
+    for the
+    silence of others: between two ticks at most `most` seconds count.
+    """
+
+    def __init__(self, most: float) -> None:
+        self.most = most
+        self.now = 0.0
+        self._last: float | None = None
+
+    def tick(self, monotonic: float) -> float:
+        """Call once per turn of the loop with time.monotonic(); returns the time lived so far."""
+        if self._last is not None:
+            self.now += min(max(monotonic - self._last, 0.0), self.most)
+        self._last = monotonic
+        return self.now

@@ -1,0 +1,291 @@
+"""The watcher's view of its own host: who said hello, who is alive, what each one does."""
+
+import os
+import signal
+import socket
+import struct
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from spmd_serve.liveness import words
+from spmd_serve.liveness.board import Board
+from spmd_serve.liveness.judge import Accusation, Weight
+from spmd_serve.liveness.loop import Conn, Loop, log
+from spmd_serve.liveness.proc import OomCounter, ProcFile, ProcStat, ending_of
+from spmd_serve.liveness.progress import TROUBLES, Limits, Progress, Sighting, Trouble
+from spmd_serve.liveness.records import KINDS, Hello, Message
+from spmd_serve.liveness.wire import BadLine, pack, unpack
+from spmd_serve.process import has_ended, open_pidfd, send_signal
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""Members let faulthandler answer it, in C: it needs no GIL."""
+
+
+class Court(Protocol):
+    """What the watcher does with what its members say and show."""
+
+    @property
+    def now(self) -> float: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def over(self) -> bool: ...
+    @property
+    def limits(self) -> Limits: ...
+    def accuse(self, accusation: Accusation) -> None: ...
+    def withdraw(self, key: str) -> None: ...
+    def rules(self) -> Message: ...
+    def greeting(self) -> list[Message]: ...
+    def request(self, member: "Member", message: Message) -> None: ...
+    def view(self) -> Message: ...
+
+
+@dataclass
+class Member:
+    """One process of this host that said hello."""
+
+    hello: Hello
+    pid: int
+    pidfd: int
+    stat: ProcFile
+    conn: Conn
+    slot: int
+    writes_stacks: bool
+    progress: Progress = field(default_factory=Progress)
+    look: ProcStat | None = None
+    alive: bool = True
+    excused: bool = False
+    """Said that it leaves, or has been accused already: its death is no news."""
+
+    def tell(self, message: Message) -> None:
+        self.conn.send(pack(message))
+
+
+class Members:
+    """All members of this host, their sockets and their descriptors."""
+
+    def __init__(self, court: Court, loop: Loop, listener: socket.socket) -> None:
+        self._court = court
+        self._loop = loop
+        self._listener: socket.socket | None = listener
+        self._board = Board()
+        self._oom = OomCounter()
+        self.all: list[Member] = []
+        listener.setblocking(False)
+        loop.watch(listener.fileno(), self._accept)
+
+    @property
+    def alive(self) -> list[Member]:
+        return [member for member in self.all if member.alive]
+
+    def tell(self, message: Message) -> None:
+        """Tell every member."""
+        for member in self.alive:
+            member.tell(message)
+
+    def beat(self) -> None:
+        """Show every member that its watcher lives; who does not read (may hold the GIL) is not swamped."""
+        for member in self.alive:
+            if not member.conn.is_clogged:
+                member.tell({"t": "beat"})
+
+    def close_door(self) -> None:
+        """No new members: gives the address free for the next round's watcher at once. Idempotent."""
+        if self._listener is not None:
+            self._loop.forget(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+
+    def ask_for_stacks(self) -> None:
+        """Have every member that can write the stacks of all its threads to its stderr."""
+        able = [member for member in self.alive if member.writes_stacks]
+        if able:
+            log(f"asking {', '.join(member.hello.name for member in able)} for stacks")
+        for member in able:
+            send_signal(member.pidfd, STACKS_SIGNAL)
+
+    def kill(self) -> None:
+        """SIGKILL whoever is still there."""
+        for member in self.alive:
+            log(f"{self._who(member)} has not ended by itself: SIGKILL")
+            send_signal(member.pidfd, signal.SIGKILL)
+
+    def poll(self) -> None:
+        """Look at every member once."""
+        for member in self.alive:
+            self._look(member)
+
+    def table(self) -> list[Message]:
+        """One row per member, for views and for the head's watcher."""
+        return [self._row(member) for member in self.all]
+
+    def _row(self, member: Member) -> Message:
+        reading = self._board.read(member.slot) if member.alive else None
+        now = time.monotonic()
+        state = "gone"
+        if reading is not None:
+            state = "stopped" if member.look is not None and member.look.state == "T" else reading.state
+        in_flight = reading is not None and reading.started > reading.done
+        return {
+            "kind": member.hello.kind,
+            "name": member.hello.name,
+            "rank": member.hello.rank,
+            "pid": member.pid,
+            "state": state,
+            "steps": reading.done if reading else None,
+            "in_flight_s": round(now - reading.started_at, 3) if reading and in_flight else None,
+            "age_s": round(now - reading.last_sign, 3) if reading and reading.last_sign else None,
+            "cpu_s": member.look.cpu_s if member.look else None,
+        }
+
+    # Arrivals.
+
+    def _accept(self, _events: int) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid != os.geteuid() or pid == 0:
+            log(f"refused a connection of user {uid}")
+            sock.close()
+            return
+        guest: list[Member] = []
+
+        def on_line(line: bytes) -> None:
+            message = unpack(line)
+            try:
+                if guest:
+                    self._hear(guest[0], message)
+                elif message["t"] == "view":
+                    conn.send(pack({"t": "reply", "id": message.get("id"), "view": self._court.view()}))
+                else:
+                    guest.extend(self._admit(conn, pid, message))
+            except (KeyError, TypeError, ValueError) as problem:
+                raise BadLine(f"a bad {message['t']} message: {problem!r}") from problem
+
+        def on_close(reason: str) -> None:
+            if reason:
+                log(f"dropped the connection of pid {pid}: {reason}")
+
+        conn = Conn(self._loop, sock, on_line, on_close)
+
+    def _admit(self, conn: Conn, pid: int, message: Message) -> list[Member]:
+        """The new member, or nobody."""
+        # A round's first process may find the watcher of the round before, whose members are all dead by
+        # then: make sure that it knows of those deaths (which close its door) before it takes anybody in.
+        for member in self.alive:
+            if has_ended(member.pidfd):
+                self._died(member)
+        hello = Hello.of(message)
+        pidfd = open_pidfd(pid) if self._listener is not None else None
+        slot = self._board.take() if pidfd is not None else None
+        if pidfd is None or slot is None:
+            conn.send(pack({"t": "refused"}))
+            conn.close()
+            return []
+        stat = ProcFile(pid)
+        member = Member(hello, pid, pidfd, stat, conn, slot, bool(message.get("stacks")))
+        self.all.append(member)
+        self._loop.watch_end(pidfd, lambda _events: self._died(member))
+        welcome = {**self._court.rules(), "t": "welcome", "slot": slot, "pid": os.getpid()}
+        try:
+            socket.send_fds(conn.sock, [pack(welcome)], [self._board.fd])
+        except OSError:
+            return []  # gone already: its pidfd tells
+        for more in self._court.greeting():
+            member.tell(more)
+        return [member]
+
+    # What members say.
+
+    def _hear(self, member: Member, message: Message) -> None:
+        kind = message["t"]
+        if kind == "leaving":
+            member.excused = True
+        elif kind == "identify":
+            rank = message.get("rank")
+            member.hello = Hello(member.hello.kind, str(message["name"]), None if rank is None else int(rank))
+            self._court.request(member, message)
+        elif kind == "failed":
+            if not member.excused:
+                weight = Weight.PEER if message.get("peer") else Weight.OWN
+                self._accuse(member, "end", weight, words.said(self._who(member), str(message["cause"])))
+            member.excused = True
+        else:
+            self._court.request(member, message)
+
+    # What members show.
+
+    def _look(self, member: Member) -> None:
+        look = member.stat.read()
+        if look is None or look.dying:
+            self._died(member)
+            return
+        member.look = look
+        reading = self._board.read(member.slot)
+        sighting = Sighting(
+            look.state == "T", reading.started, reading.done, reading.turned_at, reading.state
+        )
+        member.progress.see(sighting, self._court.now)
+        if self._court.over or member.excused:
+            return
+        trouble = member.progress.trouble(self._court.limits, self._court.now)
+        for name in TROUBLES:
+            if trouble is None or name != trouble[0]:
+                self._court.withdraw(self._key(member, name))
+        if trouble is not None:
+            self._accuse_trouble(member, *trouble, step=reading.done + 1)
+
+    def _accuse_trouble(self, member: Member, trouble: Trouble, for_s: float, step: int) -> None:
+        who = self._who(member)
+        if trouble == "stopped":
+            self._accuse(member, trouble, Weight.OWN, words.stopped(who, for_s), for_s)
+        elif trouble == "stuck":
+            self._accuse(member, trouble, Weight.HUNG, words.stuck(who, step, for_s), for_s)
+        else:
+            driver = member.hello.kind != "rank"
+            weight = Weight.IDLE_DRIVER if driver else Weight.IDLE
+            self._accuse(member, trouble, weight, words.idle(who, for_s), for_s)
+
+    def _died(self, member: Member) -> None:
+        if not member.alive:
+            return
+        member.conn.read_now()
+        member.alive = False
+        if member.hello.kind == "rank":
+            self.close_door()
+        if not member.excused and not self._court.over:
+            ending = ending_of(member.pidfd, member.stat)
+            out_of_memory = (ending is None or ending.signal == signal.SIGKILL) and self._oom.has_risen()
+            polite = ending is None or ending.signal in (None, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            cause = words.ended(self._who(member), ending, out_of_memory)
+            self._accuse(member, "end", Weight.WORDLESS if polite else Weight.OWN, cause)
+        self._loop.forget(member.pidfd)
+        os.close(member.pidfd)
+        member.stat.close()
+        member.conn.close()
+        self._board.give_back(member.slot)
+        # A killed process's main thread, and so its children, may be dead a good while before its last thread
+        # is: look at the others now, so that an ancestor is accused at the same moment as its descendants.
+        for other in self.alive:
+            look = other.stat.read()
+            if look is None or look.dying:
+                self._died(other)
+
+    def _accuse(
+        self, member: Member, what: str, weight: Weight, cause: str, age_s: float | None = None
+    ) -> None:
+        order = KINDS.index(member.hello.kind)
+        host = self._court.host
+        self._court.accuse(
+            Accusation(self._key(member, what), weight, cause, member.hello.rank, host, order, age_s)
+        )
+
+    def _key(self, member: Member, what: str) -> str:
+        return f"{self._court.host} {member.pid} {what}"
+
+    def _who(self, member: Member) -> str:
+        return words.member(member.hello.name, member.pid, self._court.host)

@@ -1,0 +1,83 @@
+"""Is a member stopped, stuck in a step, or idle for too long? Pure; clocks are arguments."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Trouble = Literal["stopped", "stuck", "idle"]
+TROUBLES: tuple[Trouble, ...] = ("stopped", "stuck", "idle")
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """One look at a member.
+
+    stopped: the kernel says so (state T).  started, done: steps.  turned: its own time of the loop's last
+    turn.
+    state: what it says that it does.
+    """
+
+    stopped: bool
+    started: int
+    done: int
+    turned: float
+    state: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds after which each kind of trouble counts; see WatchConfig."""
+
+    rank_timeout: float
+    step_timeout: float
+    expect_turns: bool
+
+
+class Progress:
+    """What a member has shown so far, on the observer's clock.
+
+    Times the observer's own sightings, not the member's stamps: a torn read or an observer that was paused
+    must not make somebody look old.
+    """
+
+    def __init__(self) -> None:
+        self.last: Sighting | None = None
+        self._stopped_since: float | None = None
+        self._flight_since: float | None = None
+        self._waits_since: float | None = None
+
+    def see(self, sighting: Sighting, now: float) -> None:
+        """Take in one look at time `now`."""
+        last, self.last = self.last, sighting
+        if not sighting.stopped:
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        in_flight = sighting.started > sighting.done
+        if not in_flight:
+            self._flight_since = None
+        elif self._flight_since is None or last is None or last.done != sighting.done:
+            self._flight_since = now
+        if sighting.state != "ready" or in_flight:
+            # Starting, loading and stepping may take as long as they take.
+            self._waits_since = None
+        elif (
+            self._waits_since is None
+            or last is None
+            or last.turned != sighting.turned
+            or last.done != sighting.done
+        ):
+            self._waits_since = now
+
+    def trouble(self, limits: Limits, now: float) -> tuple[Trouble, float] | None:
+        """What is wrong at time `now`, and for how many seconds; the plainest trouble first."""
+        if self._stopped_since is not None and now - self._stopped_since >= limits.rank_timeout:
+            return "stopped", now - self._stopped_since
+        if self._flight_since is not None and now - self._flight_since >= limits.step_timeout:
+            return "stuck", now - self._flight_since
+        if (
+            limits.expect_turns
+            and self._waits_since is not None
+            and now - self._waits_since >= limits.rank_timeout
+        ):
+            return "idle", now - self._waits_since
+        return None

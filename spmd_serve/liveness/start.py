@@ -1,0 +1,114 @@
+"""How a watcher comes to life: forked by local rank 0 before anything heavy is imported."""
+
+import contextlib
+import errno
+import gc
+import os
+import signal
+import socket
+import time
+import traceback
+
+from spmd_serve.errors import SpmdError
+from spmd_serve.liveness.proc import started_ticks
+from spmd_serve.liveness.view import socket_name
+from spmd_serve.process import open_pidfd, outlive_parent, set_process_name
+
+_IGNORED = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "TTIN", "TTOU", "PIPE", "ALRM")
+_AGAIN_S = 0.02
+
+
+def watcher_address(agent_pid: int, restart_count: int) -> str:
+    """Where this host's watcher of this round listens: an abstract socket name, the same for all of its ranks.
+
+    Agents that share a network namespace but not a pid namespace (containers on the host's network) may have
+    the
+    same pid, and a pid comes again: so the namespace and the agent's start time are part of the name.
+    """
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return f"@spmd-serve-{os.getuid()}-{namespace}-{agent_pid}-{started_ticks(agent_pid)}-{restart_count}"
+
+
+def start_watcher(
+    agent_pid: int,
+    restart_count: int,
+    *,
+    watch_agent: bool = True,
+    rank_timeout: float = 10.0,
+    grace_s: float = 2.0,
+    deadline_s: float = 10.0,
+) -> str:
+    """Fork this host's watcher; returns its address, at which it can be reached from now on.
+
+    Call it once per host, from the main thread, before torch is imported, threads exist or cores are bound.
+    `watch_agent`: the end of the agent is a failure (torchrun's agent; not the shell of a run without
+    torchrun).
+    `rank_timeout`, `grace_s`: see WatchConfig, which replaces them later. Raises SpmdError when the watcher
+    of the round before does not go away within `deadline_s` seconds.
+    """
+    address = watcher_address(agent_pid, restart_count)
+    listener = _bind(address, time.monotonic() + deadline_s)
+    parent = os.getpid()
+    # Opened before the fork, so that they stand for the right processes.
+    parent_fd = os.pidfd_open(parent)
+    agent_fd = open_pidfd(agent_pid) if watch_agent else None
+    child = os.fork()
+    if child:
+        listener.close()
+        os.close(parent_fd)
+        if agent_fd is not None:
+            os.close(agent_fd)
+        return address
+    status = 70
+    try:
+        _settle_in({listener.fileno(), parent_fd, *([] if agent_fd is None else [agent_fd])})
+        from spmd_serve.liveness.watcher import Watcher
+
+        agent = None if agent_fd is None else (agent_pid, agent_fd)
+        Watcher(listener, (parent, parent_fd), agent, restart_count, rank_timeout, grace_s).run()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Whatever happens here, the caller's code never goes on in this process.
+        os._exit(status)
+
+
+def _bind(address: str, deadline: float) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    while True:
+        try:
+            listener.bind(socket_name(address))
+            listener.listen(128)
+            return listener
+        except OSError as problem:
+            if problem.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                listener.close()
+                raise SpmdError(f"the watcher can't listen at {address}: {problem.strerror}") from problem
+        time.sleep(_AGAIN_S)
+
+
+def _settle_in(keep: set[int]) -> None:
+    """Become a process of its own: nobody's signals, nobody's descriptors, nobody's garbage."""
+    outlive_parent()
+    set_process_name("spmd-watcher")
+    # A group of its own, so that what is meant for the rank's group (Ctrl-C, torchrun's killpg) does not hit
+    # it; but the same session: if it is stopped when its parent dies, the kernel then wakes it up (orphaned
+    # process group).
+    os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)
+    for name in _IGNORED:
+        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    # Objects of the parent that own descriptors must not be collected here: their numbers will be ours.
+    gc.freeze()
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        if number > 2 and number not in keep:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(number)
+    # Whoever reads the rank's output must not have to wait for our end. Errors go where the rank's go.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1):
+        os.dup2(nothing, number)
+    os.close(nothing)

@@ -1,0 +1,88 @@
+"""The picture of the whole job that a watcher gives to whoever asks: for probes, pages and people."""
+
+import socket
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from spmd_serve.liveness.records import Message
+from spmd_serve.liveness.wire import BadLine, LineBuffer, pack, unpack
+
+if TYPE_CHECKING:
+    from spmd_serve.liveness.watcher import Watcher
+
+
+def build(watcher: "Watcher") -> Message:
+    """The job on the head; elsewhere this host alone. Ages are seconds, the clock is Unix time."""
+    config = watcher.config
+    names: Sequence[str] = config.hosts if config is not None else (watcher.host,)
+    own = config.node if config is not None else 0
+    tables: dict[int, tuple[list[Message], float]] = {own: (watcher.members.table(), 0.0)}
+    if watcher.head is not None:
+        for number, node in watcher.head.nodes.items():
+            tables[number] = (node.table, watcher.now - node.heard)
+    return {
+        "generation": config.generation if config is not None else None,
+        "restarts": watcher.restarts,
+        "node": own,
+        "clock": time.time(),
+        "hosts": [
+            {
+                "node": number,
+                "host": name,
+                "ranks": list(config.ranks[number]) if config is not None else [],
+                "seen_s_ago": round(tables[number][1], 3) if number in tables else None,
+            }
+            for number, name in enumerate(names)
+        ],
+        "members": [
+            _row(row, number, names[number], silent_s)
+            for number, (table, silent_s) in sorted(tables.items())
+            for row in table
+        ],
+        "draining": watcher.draining,
+        "ended": watcher.has_ended,
+        "verdict": watcher.verdict.to_json() if watcher.verdict is not None else None,
+    }
+
+
+def _row(row: Message, node: int, host: str, silent_s: float) -> Message:
+    """A member's row as it was sent `silent_s` ago, aged to now."""
+    aged = {
+        name: round(row[name] + silent_s, 3) for name in ("age_s", "in_flight_s") if row.get(name) is not None
+    }
+    return {"node": node, "host": host, **row, **aged}
+
+
+def fetch_view(address: str, timeout_s: float) -> dict[str, Any]:
+    """Ask the watcher at `address` for its view without being a member.
+
+    Raises OSError: ConnectionRefusedError without such a watcher, TimeoutError after `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    lines = LineBuffer()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
+        sock.settimeout(timeout_s)
+        sock.connect(socket_name(address))
+        sock.sendall(pack({"t": "view"}))
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"the watcher has not answered within {timeout_s:g} s")
+            sock.settimeout(left)
+            data = sock.recv(65536)
+            if not data:
+                raise ConnectionResetError("the watcher has closed the connection")
+            try:
+                lines.feed(data)
+                for line in lines.take():
+                    view = unpack(line)["view"]
+                    if isinstance(view, dict):
+                        return view
+            except (BadLine, KeyError) as problem:
+                raise ConnectionResetError(f"no answer of a watcher: {problem}") from problem
+
+
+def socket_name(address: str) -> str:
+    """What the kernel calls an address of `watcher_address`: "@name" is the abstract socket name."""
+    return "\0" + address[1:] if address.startswith("@") else address

@@ -1,0 +1,325 @@
+"""The watcher: one small process per host that outlives its ranks by a moment, to say who was first."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from spmd_serve.liveness import view, words
+from spmd_serve.liveness.head import Head
+from spmd_serve.liveness.judge import Accusation, Jury, LivedClock, Weight
+from spmd_serve.liveness.loop import Loop, log
+from spmd_serve.liveness.members import Member, Members
+from spmd_serve.liveness.node import Uplink
+from spmd_serve.liveness.progress import Limits
+from spmd_serve.liveness.records import Message, Verdict, WatchConfig
+
+_POLL_S = 0.5
+_BEAT_S = 1.0
+_LAST_WORDS_S = 1.0
+"""How long the watcher stays without members, to hear the verdict on their deaths or to find it."""
+_HIGHER_COURT_S = 1.0
+"""How much longer than the head's watcher another one waits before it judges by itself."""
+_STACKS_AGAIN_S = 10.0
+
+
+class Watcher:
+    """Runs in its own process. All times are seconds of its own lived clock."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        parent: tuple[int, int],
+        agent: tuple[int, int] | None,
+        restarts: int,
+        rank_timeout: float,
+        grace_s: float,
+    ) -> None:
+        """`parent`, `agent`: pid and pidfd of the rank that forked us, and of the torchrun agent."""
+        self._clock = LivedClock(2 * _POLL_S)
+        self.loop = Loop()
+        self.host = socket.gethostname()
+        self.config: WatchConfig | None = None
+        self.restarts = restarts
+        self.verdict: Verdict | None = None
+        self.has_ended = False
+        self.draining: str | None = None
+        self.head: Head | None = None
+        self.uplink: Uplink | None = None
+        self.members = Members(self, self.loop, listener)
+        self._jury = Jury()
+        self._parent_pid, self._parent_alive = parent[0], True
+        self._grace_s = grace_s
+        self._kill_at: float | None = None
+        self._drain_told = False
+        self._after_end: list[Callable[[], None]] = []
+        self._alone_since: float | None = None
+        self._stacks_at = float("-inf")
+        self._set_limits(Limits(rank_timeout, float("inf"), expect_turns=False))
+        self._next_poll = self._next_beat = self.now
+        self.loop.watch_end(parent[1], lambda _events: self._parent_gone(parent[1]))
+        if agent is not None:
+            self.loop.watch_end(agent[1], lambda _events: self._agent_gone(*agent))
+
+    def _set_limits(self, limits: Limits) -> None:
+        self.limits = limits
+        self._poll_s = min(_POLL_S, limits.rank_timeout / 4)
+        self._beat_s = min(_BEAT_S, limits.rank_timeout / 4)
+        self._clock.most = 2 * self._poll_s
+
+    def run(self) -> None:
+        """Until no member of this host is left and all has been said."""
+        while True:
+            calls = self.loop.wait(self._sleep_s())
+            self._clock.tick(time.monotonic())
+            for call in calls:
+                call()
+            if self.now >= self._next_poll:
+                self._next_poll = self.now + self._poll_s
+                self.members.poll()
+            if self.now >= self._next_beat:
+                self._next_beat = self.now + self._beat_s
+                self._beat()
+            self._judge()
+            if self._may_leave():
+                return
+
+    def _sleep_s(self) -> float:
+        times = [self._next_poll, self._next_beat, self._kill_at, None if self.over else self._jury.due()]
+        return max(0.0, min(at for at in times if at is not None) - self.now)
+
+    def _beat(self) -> None:
+        self.members.beat()
+        if self.head is not None:
+            self.head.tick()
+        if self.uplink is not None:
+            self.uplink.tick(self.members.table())
+
+    @property
+    def now(self) -> float:
+        return self._clock.now
+
+    @property
+    def over(self) -> bool:
+        """Nothing is a failure any more."""
+        return self.verdict is not None or self.has_ended
+
+    @property
+    def _is_head(self) -> bool:
+        return self.config is None or self.config.node == 0
+
+    # Accusations and the verdict.
+
+    def accuse(self, accusation: Accusation) -> None:
+        """Somebody is gone or stuck: judged here if this is the head, and there otherwise."""
+        if self.over:
+            return
+        joined = self.uplink is not None and self.uplink.is_joined
+        if not self._jury.hear(accusation, self.now, _HIGHER_COURT_S if joined else 0.0):
+            return
+        if self.uplink is not None:
+            self.uplink.tell({"t": "accuse", "accusation": accusation.to_json()})
+        if accusation.weight in (Weight.HUNG, Weight.IDLE_DRIVER, Weight.IDLE):
+            self.ask_for_stacks()
+
+    def withdraw(self, key: str) -> None:
+        """The accused has shown life before the verdict."""
+        if self._jury.withdraw(key) and self.uplink is not None:
+            self.uplink.tell({"t": "withdraw", "key": key})
+
+    def ask_for_stacks(self) -> None:
+        """On all hosts, from the head; else on this one."""
+        if self.now - self._stacks_at < _STACKS_AGAIN_S:
+            return
+        self._stacks_at = self.now
+        self.members.ask_for_stacks()
+        if self.head is not None:
+            self.head.broadcast({"t": "stacks"})
+
+    def _judge(self) -> None:
+        if not self.over:
+            first = self._jury.verdict(self.now)
+            if first is not None:
+                self._pronounce(first)
+        if self._kill_at is not None and self.now >= self._kill_at:
+            self._kill_at = None
+            self.members.kill()
+
+    def _pronounce(self, first: Accusation) -> None:
+        self.pronounce(Verdict(first.cause, first.rank, first.host, time.time(), first.age_s))
+
+    def pronounce(self, verdict: Verdict) -> None:
+        """Once: tell everybody, and end whoever does not end by itself."""
+        if self.over:
+            return
+        self.verdict = verdict
+        self._kill_at = self.now + self._grace_s
+        self.members.tell(self._verdict_message(verdict))
+        if self.head is not None:
+            self.head.broadcast(self._verdict_message(verdict))
+
+    def _verdict_message(self, verdict: Verdict) -> Message:
+        return {"t": "verdict", "verdict": verdict.to_json()}
+
+    def _parent_gone(self, pidfd: int) -> None:
+        self.loop.forget(pidfd)
+        os.close(pidfd)
+        self._parent_alive = False
+        self.members.close_door()
+        if self.members.alive and not any(member.pid == self._parent_pid for member in self.members.all):
+            who = words.member("local rank 0", self._parent_pid, self.host)
+            cause = words.ended(who, None, out_of_memory=False)
+            self.accuse(
+                Accusation(f"{self.host} {self._parent_pid} end", Weight.WORDLESS, cause, None, self.host)
+            )
+
+    def _agent_gone(self, pid: int, pidfd: int) -> None:
+        self.loop.forget(pidfd)
+        os.close(pidfd)
+        cause = words.agent_gone(pid, self.host)
+        self.accuse(Accusation(f"{self.host} {pid} end", Weight.OWN, cause, None, self.host, order=-1))
+
+    # What members ask for.
+
+    def request(self, member: Member, message: Message) -> None:
+        """A member's message that is not about itself."""
+        kind, reply = message["t"], {"t": "reply", "id": message.get("id")}
+        if kind == "listen":
+            member.tell(reply | self._listen(str(message["address"])))
+        elif kind == "configure":
+            member.tell(reply | self._configure(WatchConfig.from_json(message["config"])))
+        elif kind == "identify":
+            self._tell_drain()
+        elif kind == "drain":
+            self.request_drain(str(message["reason"]))
+        elif kind == "end":
+            self.end(lambda: member.tell(reply))
+        elif kind == "view":
+            member.tell(reply | {"view": self.view()})
+
+    def _listen(self, address: str) -> Message:
+        try:
+            self.head = self.head or Head(self, self.loop, address)
+        except OSError as problem:
+            return {"error": f"the watcher can't listen at {address}: {problem.strerror}"}
+        return {"port": self.head.port}
+
+    def _configure(self, config: WatchConfig) -> Message:
+        if self.config is not None:
+            return (
+                {} if self.config == config else {"error": "the watcher is configured already, differently"}
+            )
+        if config.node == 0 and len(config.hosts) > 1 and self.head is None:
+            return {"error": "the head's watcher does not listen yet: call listen() first"}
+        self.config = config
+        self.host = config.hosts[config.node]
+        self._grace_s = config.grace_s
+        self._set_limits(Limits(config.rank_timeout, config.step_timeout, config.expect_turns))
+        self.members.tell(self.rules())
+        if self.head is not None:
+            self.head.configure(config)
+        if config.node != 0:
+            self.uplink = Uplink(self, self.loop, config)
+        self._next_beat = self.now
+        self._tell_drain()
+        return {}
+
+    def rules(self) -> Message:
+        """What members must know of the limits."""
+        return {
+            "t": "watch",
+            "host": self.host,
+            "rank_timeout": self.limits.rank_timeout,
+            "grace_s": self._grace_s,
+        }
+
+    def greeting(self) -> list[Message]:
+        """What has happened before a new member came."""
+        if self.verdict is not None:
+            self._kill_at = self.now + self._grace_s
+        return self.news()
+
+    def news(self) -> list[Message]:
+        """What a newly connected host must know."""
+        if self.verdict is not None:
+            return [self._verdict_message(self.verdict)]
+        return [{"t": "end"}] if self.has_ended else []
+
+    def joined(self) -> None:
+        """The head can be reached: tell it what has happened so far."""
+        assert self.uplink is not None
+        for accusation in self._jury.heard:
+            self.uplink.tell({"t": "accuse", "accusation": accusation.to_json()})
+        self._tell_drain()
+
+    # Drain and normal end.
+
+    def request_drain(self, reason: str) -> None:
+        """Somebody wants the job to finish what it does and end; rank 0 is told, once."""
+        if self.draining is None:
+            self.draining = reason
+            self._tell_drain()
+
+    def _tell_drain(self) -> None:
+        if self.draining is None or self._drain_told:
+            return
+        message = {"t": "drain", "reason": self.draining}
+        if not self._is_head:
+            if self.uplink is not None and self.uplink.is_joined:
+                self._drain_told = True
+                self.uplink.tell(message)
+            return
+        for member in self.members.alive:
+            if member.hello.kind == "rank" and member.hello.rank == 0:
+                self._drain_told = True
+                member.tell(message)
+                return
+
+    def end(self, then: Callable[[], None]) -> None:
+        """A member says that the job ends normally; `then` is called when all hosts know."""
+        if self.head is not None:
+            self.ended()
+            self.head.end(then)
+        elif self.uplink is not None and self.uplink.is_joined:
+            # The head answers with the same message once it knows.
+            self._after_end.append(then)
+            self.uplink.tell({"t": "end"})
+        else:
+            self.ended()
+            then()
+
+    def ended(self) -> None:
+        """From now on deaths are no failures."""
+        if not self.over:
+            self.has_ended = True
+            self.members.tell({"t": "end"})
+        waiting, self._after_end = self._after_end, []
+        for then in waiting:
+            then()
+
+    def view(self) -> Message:
+        """The job as this watcher sees it."""
+        return view.build(self)
+
+    def _may_leave(self) -> bool:
+        said_hello = any(member.pid == self._parent_pid for member in self.members.all)
+        if self.members.alive or (self._parent_alive and not said_hello):
+            self._alone_since = None
+            return False
+        if self._alone_since is None:
+            self._alone_since = self.now
+        first = self._jury.first()
+        if first is not None and not self.over:
+            if self.now - self._alone_since < _LAST_WORDS_S:
+                return False
+            if self._is_head:
+                self._pronounce(first)
+        farewell: Message = {"t": "bye"}
+        if self.uplink is not None:
+            self.uplink.tell(farewell)
+        if self.head is not None:
+            self.head.broadcast(farewell)
+        if self.verdict is not None:
+            # Behind everything that this host's members have printed.
+            log(f"the job has failed: {self.verdict.cause}")
+        return True

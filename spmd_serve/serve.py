@@ -1,0 +1,167 @@
+"""``spmd_serve serve``: meet the other ranks, agree, open the HTTP door on rank 0, serve, end."""
+
+import argparse
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from spmd_serve import cores
+from spmd_serve.control import ControlSpec
+from spmd_serve.errors import ExitCode, PeerLost
+from spmd_serve.flags import Early
+from spmd_serve.job import LAST_WORDS_S, Job
+from spmd_serve.topology import Layout
+
+if TYPE_CHECKING:
+    from spmd_serve.server.api import ApiServer
+    from spmd_serve.server.door import Door
+
+HEARTBEAT_S = 2.0
+"""Seconds between an idle driver's signs of life to its ranks."""
+API_END_S = 15.0
+"""How long the API server may take to end after its engine has ended."""
+
+
+def serve(early: Early) -> int:
+    """Serve until told to stop. Returns the exit code; raises SpmdError for what a person must mend."""
+    if early.wants_help:
+        return print_help(early)
+    job = Job.enter(early.flags)
+    with job.reported():
+        door = open_door(job, early)
+        args, layout = agree(job, early)
+        spec = control_spec(job, layout)
+        config = engine_config(job, args)
+        api = start_api(job, args, spec, door)
+        run_shard(job, config, spec)
+        return end(job, api)
+
+
+def print_help(early: Early) -> int:
+    """All flags: ours first, then vLLM's (``--help=all``, ``--help=GROUP`` as in vLLM)."""
+    from spmd_serve.engine.config import make_parser
+
+    make_parser().parse_args(list(early.rest))
+    return ExitCode.OK
+
+
+def open_door(job: Job, early: Early) -> "Door | None":
+    """Bind the HTTP port on rank 0, long before anything is loaded."""
+    from spmd_serve.server.door import open_door as bind
+
+    door = None
+    with job.voting("the HTTP port"):
+        if job.membership.me.rank == 0:
+            door = bind(early.host, early.port, early.uds)
+    return door
+
+
+def agree(job: Job, early: Early) -> tuple[argparse.Namespace, Layout]:
+    """Parse by vLLM's parser, fix the sizes, and compare everything that must not differ between ranks."""
+    from spmd_serve.agreement import agree as compare
+    from spmd_serve.agreement import collect
+    from spmd_serve.engine.config import apply_layout, flag_values, parse_serve
+
+    membership = job.membership
+    with job.voting("the command line"):
+        args = parse_serve(early.rest)
+        sizes = args.given_sizes
+        layout = Layout.resolve(
+            membership.cluster.ranks_per_node,
+            sizes["tensor_parallel_size"],
+            sizes["pipeline_parallel_size"],
+            sizes["data_parallel_size"],
+            hosts=membership.cluster.hosts,
+        )
+        apply_layout(args, layout)
+    fingerprint = collect(flag_values(args), os.environ, args.model)
+    compare(membership.store, membership.me, membership.cluster, fingerprint, job.flags.join_timeout, job.say)
+    return args, layout
+
+
+def control_spec(job: Job, layout: Layout) -> ControlSpec:
+    """What drivers and ranks need to know to find each other."""
+    membership, flags = job.membership, job.flags
+    return ControlSpec(
+        backend=flags.control_backend,
+        lb=flags.lb,
+        store_host=membership.host,
+        store_port=membership.port,
+        generation=membership.nonce,
+        cluster=membership.cluster,
+        layout=layout,
+        watcher=job.watcher,
+        key_file=flags.control_key_file,
+        allow_classes=flags.control_allow_class,
+        heartbeat_s=HEARTBEAT_S,
+        join_timeout_s=flags.join_timeout,
+    )
+
+
+def engine_config(job: Job, args: argparse.Namespace) -> Any:
+    """Let vLLM check everything that it can check without loading (heads and TP, lengths, quantization…)."""
+    from spmd_serve.engine import seam
+    from spmd_serve.engine.config import apply_executor
+    from spmd_serve.engine.config import engine_config as build
+
+    config = None
+    with job.voting("the engine's configuration"):
+        seam.check()
+        apply_executor(args)
+        config = build(args)
+    return config
+
+
+def start_api(job: Job, args: argparse.Namespace, spec: ControlSpec, door: "Door | None") -> "ApiServer | None":
+    """On rank 0: say who runs where, then fork the API server. No thread of torch may run yet."""
+    if door is None:
+        return None
+    from spmd_serve.engine.config import apply_executor
+    from spmd_serve.server.api import ApiServer
+    from spmd_serve.start_table import start_table
+
+    url = door.url_of(tls=bool(args.ssl_keyfile and args.ssl_certfile))
+    table = start_table(spec.cluster, spec.layout, {url: range(spec.layout.dp)})
+    print(table, file=sys.stderr, flush=True)
+    apply_executor(args, spec)
+    api = ApiServer.start(args, spec, door, url)
+    job.drain_with(lambda reason: api.drain())
+    job.before_exit(lambda: api.wait_for_last_words(LAST_WORDS_S))
+    api.watch(lambda code: _api_ended(job, code))
+    return api
+
+
+def _api_ended(job: Job, code: int) -> None:
+    """The API server ended by itself, or was told to before any engine could send the ranks home."""
+    if code != 0:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        job.link.failed(f"the API server {how}: see its log above")
+    elif not job.link.has_ended:
+        job.link.announce_end()
+
+
+def run_shard(job: Job, config: Any, spec: ControlSpec) -> None:
+    """Load this rank's part of the model, then obey the driver until it says stop."""
+    from spmd_serve.engine.shard import Shard, check_layout, open_world, place_config
+
+    me = job.membership.me
+    cores.bind(cores.machine_share(spec.cluster, me, sorted(os.sched_getaffinity(0))))
+    job.link.slot.state("loading")
+    place_config(config, spec, me)
+    open_world(config, job.membership.store, spec, me)
+    shard = Shard(config, spec, me, job.membership.store, job.link)
+    check_layout(spec, me)
+    job.serving = True
+    shard.obey()
+    job.link.leaving()
+
+
+def end(job: Job, api: "ApiServer | None") -> int:
+    """All ranks leave together; rank 0 stays until its API server has sent its last byte."""
+    if api is None:
+        return ExitCode.OK
+    code = api.wait(API_END_S)
+    if code is None:
+        raise PeerLost(f"the API server (pid {api.process.pid}) has not ended within {API_END_S:.0f} s")
+    return ExitCode.OK if code == 0 else ExitCode.FAILED

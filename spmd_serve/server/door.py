@@ -1,0 +1,86 @@
+"""The HTTP port: bound by rank 0 before any model is loaded, handed to the API server by fork."""
+
+import errno
+import os
+import socket
+from dataclasses import dataclass
+
+from spmd_serve.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Door:
+    """A bound (not yet listening) socket; `port` is 0 for a Unix socket."""
+
+    sock: socket.socket
+    host: str
+    port: int
+
+    def url_of(self, *, tls: bool) -> str:
+        """The URL as vLLM and the start table show it."""
+        if self.sock.family == socket.AF_UNIX:
+            return f"unix:{self.host}"
+        shown = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http{'s' if tls else ''}://{shown}:{self.port}"
+
+
+def open_door(host: str | None, port: int, uds: str | None) -> Door:
+    """Bind ``--host``/``--port`` (or ``--uds``) exclusively; nobody is let in before `about_to_listen`.
+
+    Raises UsageError naming the flag when the address is taken or not ours.
+    """
+    if uds is not None:
+        return _open_unix(uds)
+    family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    # With SO_REUSEADDR a restart is not refused for connections in TIME_WAIT; without it afterwards,
+    # nobody else can bind the port while we load (Linux lets two not yet listening sockets share one).
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host or "", port))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    except OSError as problem:
+        sock.close()
+        raise UsageError(_why_not(problem, host, port)) from problem
+    return Door(sock, host or "0.0.0.0", sock.getsockname()[1])
+
+
+def about_to_listen(sock: socket.socket) -> None:
+    """Let accepted connections inherit SO_REUSEADDR, or they would block a restart while in TIME_WAIT."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def _why_not(problem: OSError, host: str | None, port: int) -> str:
+    if problem.errno == errno.EADDRINUSE:
+        return f"--port {port} is taken by another process on this host: stop it, or give another --port"
+    if problem.errno == errno.EADDRNOTAVAIL:
+        return f"--host {host} is not an address of this host: leave it out (all addresses) or name one of them"
+    if problem.errno == errno.EACCES:
+        return f"--port {port} needs more rights than this user has: give a --port above 1023"
+    return f"--host {host or '0.0.0.0'} --port {port} cannot be bound: {problem.strerror or problem}"
+
+
+def _open_unix(path: str) -> Door:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(path)
+    except OSError as problem:
+        sock.close()
+        if problem.errno != errno.EADDRINUSE or not _is_stale(path):
+            raise UsageError(f"--uds {path} cannot be bound: {problem.strerror or problem}") from problem
+        os.unlink(path)
+        return _open_unix(path)
+    return Door(sock, path, 0)
+
+
+def _is_stale(path: str) -> bool:
+    """A socket file that nobody listens on, left by a killed server."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False

@@ -1,0 +1,36 @@
+"""Signals that are heard while the main thread sits in C code (a collective, a model load)."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+ENDING = (signal.SIGTERM, signal.SIGINT)
+
+
+def on_ending_signal(callback: Callable[[signal.Signals], None]) -> None:
+    """Call `callback(number)` from a thread of its own for every SIGTERM and SIGINT. Call from the main thread.
+
+    Python runs its handlers only between two bytecodes of the main thread; the C-level handler writes the
+    number into a pipe at once (`signal.set_wakeup_fd`), and a thread reads it.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in ENDING:
+        signal.signal(number, lambda *_: None)
+    threading.Thread(target=_listen, args=(reader, callback), name="signals", daemon=True).start()
+
+
+def forget_ending_signals() -> None:
+    """In a forked child: the default action again."""
+    signal.set_wakeup_fd(-1)
+    for number in ENDING:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _listen(reader: int, callback: Callable[[signal.Signals], None]) -> None:
+    while True:
+        for number in os.read(reader, 64):
+            if number in ENDING:
+                callback(signal.Signals(number))

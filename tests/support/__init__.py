@@ -1,0 +1,1 @@
+"""What the tests share: tiny models, servers under test, faults, simulated hosts."""

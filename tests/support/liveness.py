@@ -1,0 +1,226 @@
+"""Jobs of real processes for the tests of liveness: hosts with a pretended agent, a watcher and members."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from spmd_serve.liveness import WatchConfig
+from tests.support.processes import Process, assert_gone, look
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 20.0
+"""Deadline of every wait for something that should come at once; only a broken run reaches it."""
+
+
+class Actor:
+    """One process of the job; see `tests.support.liveness_actor` for its commands."""
+
+    def __init__(self, job: "Job", log: Path) -> None:
+        self.log = log
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "error", "-m", "tests.support.liveness_actor"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                cwd=ROOT,
+                start_new_session=True,  # as torchrun does
+            )
+        self.pid = self.process.pid
+        job.note(self.pid)
+        self._news = threading.Condition()
+        self._lines: list[dict[str, Any]] = []
+        self._ended = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._news:
+                self._lines.append(json.loads(line))
+                self._news.notify_all()
+        with self._news:
+            self._ended = True
+            self._news.notify_all()
+
+    def _next(self, wanted: Callable[[dict[str, Any]], bool], what: str, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        with self._news:
+            while True:
+                for line in self._lines:
+                    if wanted(line):
+                        self._lines.remove(line)
+                        return line
+                left = deadline - time.monotonic()
+                assert left > 0 and not self._ended, f"no {what} from pid {self.pid}: {self.log.read_text()}"
+                self._news.wait(left)
+
+    def send(self, command: str, *args: Any) -> None:
+        """Give a command without waiting for its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([command, args]).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def answer(self, timeout_s: float = PATIENCE_S) -> Any:
+        """The answer to the oldest unanswered command; AssertionError when the command raised."""
+        line = self._next(lambda line: "event" not in line, "answer", timeout_s)
+        assert "problem" not in line, line["problem"]
+        return line["answer"]
+
+    def do(self, command: str, *args: Any) -> Any:
+        """Give a command and return its answer."""
+        self.send(command, *args)
+        return self.answer()
+
+    def link(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of its WatcherLink."""
+        return self.do("link_call", method, args, kwargs)
+
+    def expect(self, event: str, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
+        """Wait for a callback of its link: "verdict", "drain" or "end"."""
+        return self._next(lambda line: line.get("event") == event, event, timeout_s)
+
+    def saw(self, event: str) -> bool:
+        """Whether such a callback has come so far and was not expected."""
+        with self._news:
+            return any(line.get("event") == event for line in self._lines)
+
+    def kill(self, number: int = signal.SIGKILL) -> float:
+        """Send a signal; returns the time (time.monotonic)."""
+        at = time.monotonic()
+        os.kill(self.pid, number)
+        return at
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._reader.join(PATIENCE_S)
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+
+
+class Host:
+    """A pretended agent, and the actors of that host; `ranks[0]` has started the watcher."""
+
+    def __init__(self, job: "Job", node: int, ranks: tuple[int, ...], **options: Any) -> None:
+        self.job = job
+        self.node = node
+        self.agent = subprocess.Popen(["sleep", "600"])
+        job.note(self.agent.pid)
+        self.ranks = [job.actor(f"rank{number}") for number in ranks]
+        self.address = self.ranks[0].do("start_watcher", self.agent.pid, 0, options)
+        for number, actor in zip(ranks, self.ranks, strict=True):
+            self.watcher_pid = self.join(actor, "rank", f"rank {number}", number)
+
+    def join(
+        self, actor: Actor, kind: str, name: str, rank: int | None = None, default_verdict: bool = False
+    ) -> int:
+        """Make an actor a member of this host; returns the watcher's pid."""
+        hello = {"kind": kind, "name": name, "rank": rank, "pid": actor.pid}
+        watcher_pid: int = actor.do("connect", self.address, hello, PATIENCE_S, default_verdict)
+        self.job.note(watcher_pid)
+        return watcher_pid
+
+    def child(self, kind: str, name: str) -> Actor:
+        """One more member."""
+        actor = self.job.actor(kind)
+        self.join(actor, kind, name)
+        return actor
+
+    @property
+    def log(self) -> str:
+        """What its watcher (and local rank 0) wrote to stderr."""
+        return self.ranks[0].log.read_text()
+
+
+class Job:
+    """Everything that a test has started; `close` ends it and checks that no watcher stays behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._noted: list[Process] = []
+        self._ranks: tuple[tuple[int, ...], ...] = ()
+        self._actors: list[Actor] = []
+        self.hosts: list[Host] = []
+
+    def note(self, pid: int) -> None:
+        """A process that must be gone in the end."""
+        process = look(pid)
+        if process is not None:
+            self._noted.append(process)
+
+    def actor(self, name: str) -> Actor:
+        """A fresh process."""
+        actor = Actor(self, self._folder / f"{len(self._actors)}-{name}.log")
+        self._actors.append(actor)
+        return actor
+
+    def host(self, *ranks: int, **options: Any) -> Host:
+        """One more host with these global ranks; options go to start_watcher."""
+        host = Host(self, len(self.hosts), ranks, **options)
+        self.hosts.append(host)
+        self._ranks = (*self._ranks, ranks)
+        return host
+
+    def config(self, node: int, port: int, **changes: Any) -> dict[str, Any]:
+        """The configuration of one node, with short times."""
+        values: dict[str, Any] = {
+            "node": node,
+            "hosts": tuple("abcdef"[: len(self.hosts)]),
+            "ranks": self._ranks,
+            "head_address": "127.0.0.1",
+            "head_port": port,
+            "generation": "0123456789ab",
+            "rank_timeout": 5.0,
+            "grace_s": 0.5,
+            **changes,
+        }
+        return WatchConfig(**values).to_json()
+
+    def configure(self, **changes: Any) -> int:
+        """Connect all hosts' watchers; returns the head's port once the head sees all hosts."""
+        head = self.hosts[0].ranks[0]
+        port: int = head.link("listen", "127.0.0.1") if len(self.hosts) > 1 else 0
+        for host in self.hosts:
+            host.ranks[0].do("configure", self.config(host.node, port, **changes))
+        wait_until(self._all_seen, PATIENCE_S, "all hosts to join the watch")
+        return port
+
+    def _all_seen(self) -> bool:
+        view = self.hosts[0].ranks[0].link("view", 5.0)
+        return all(host["seen_s_ago"] is not None for host in view["hosts"])
+
+    def all_gone(self, timeout_s: float) -> None:
+        """Wait until every process that was noted is gone, but the agents."""
+        agents = {host.agent.pid for host in self.hosts}
+        assert_gone([process for process in self._noted if process.pid not in agents], timeout_s)
+
+    def close(self) -> None:
+        """End everything by pid; AssertionError when a watcher outlives its members by more than 2 s."""
+        for host in self.hosts:
+            host.agent.kill()
+            host.agent.wait()
+        for actor in self._actors:
+            actor.process.kill()
+        for actor in self._actors:
+            actor.close()
+        assert_gone(self._noted, 2.5)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,117 @@
+"""A process of a job, by remote control: obeys JSON lines on stdin, answers on stdout, has a `WatcherLink`.
+
+Run as `python -m tests.support.liveness_actor`; its other end is `tests.support.liveness.Actor`.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from spmd_serve.liveness import Verdict, WatchConfig, WatcherLink, start_watcher
+from spmd_serve.process import die_with_parent_in_children
+
+_writing = threading.Lock()
+
+
+def say(line: dict[str, Any]) -> None:
+    """One line to the test."""
+    with _writing:
+        os.write(1, json.dumps(line).encode() + b"\n")
+
+
+class Commands:
+    """Each public method is a command."""
+
+    link: WatcherLink
+
+    def start_watcher(self, agent_pid: int, restart_count: int, options: dict[str, Any]) -> str:
+        return start_watcher(agent_pid, restart_count, **options)
+
+    def connect(self, address: str, hello: dict[str, Any], deadline_s: float, default_verdict: bool) -> int:
+        def on_verdict(verdict: Verdict) -> None:
+            say({"event": "verdict", "at": time.monotonic(), **verdict.to_json()})
+
+        def on_drain(reason: str) -> None:
+            say({"event": "drain", "at": time.monotonic(), "reason": reason})
+
+        def on_end() -> None:
+            say({"event": "end", "at": time.monotonic()})
+
+        verdict = {} if default_verdict else {"on_verdict": on_verdict}
+        self.link = WatcherLink.connect(
+            address, hello, deadline_s, on_drain=on_drain, on_end=on_end, **verdict
+        )
+        return self.link.watcher_pid
+
+    def link_call(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return getattr(self.link, name)(*args, **kwargs)
+
+    def configure(self, config: dict[str, Any]) -> None:
+        self.link.configure(WatchConfig.from_json(config))
+
+    def slot(self, name: str, args: list[Any]) -> None:
+        getattr(self.link.slot, name)(*args)
+
+    def turn_forever(self, every_s: float) -> None:
+        def turn() -> None:
+            while True:
+                self.link.slot.turn()
+                time.sleep(every_s)
+
+        threading.Thread(target=turn, daemon=True).start()
+
+    def hold_gil(self, for_s: float) -> None:
+        """No other Python thread of this process runs meanwhile."""
+        ctypes.PyDLL(None).usleep(int(for_s * 1e6))
+
+    def burn_holding_gil(self, for_s: float) -> None:
+        """The same, busy: one call into C after the other, with no thread switch between them."""
+        sys.setswitchinterval(1000)
+        end = time.monotonic() + for_s
+        while time.monotonic() < end:
+            sum(range(1_000_000))
+        sys.setswitchinterval(0.005)
+
+    def fork_child(self, dies_with_parent: bool = True) -> int:
+        """A child that inherits everything and sleeps."""
+        if dies_with_parent:
+            die_with_parent_in_children()
+        child = os.fork()
+        if child == 0:
+            self.link.failed("a forked child has no voice on its parent's link")
+            self.link.slot.step_begin()
+            time.sleep(60)
+            os._exit(0)
+        return child
+
+    def fail_and_exit(self, cause: str, peer: bool, code: int) -> None:
+        """Report, and end at once."""
+        self.link.failed(cause, peer=peer)
+        os._exit(code)
+
+    def exit(self, code: int) -> None:
+        os._exit(code)
+
+    def crash(self) -> None:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def main() -> None:
+    """Obey until stdin ends."""
+    commands = Commands()
+    for line in sys.stdin:
+        name, args = json.loads(line)
+        try:
+            say({"answer": getattr(commands, name)(*args)})
+        except Exception as problem:
+            say({"problem": f"{type(problem).__name__}: {problem}"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""TCP ports for servers that need a number before they start."""
+
+import random
+import socket
+from pathlib import Path
+
+_given: set[int] = {29400, 29500}  # torchrun takes these where nothing else is said
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port that nobody listens on, and that the kernel gives to nobody by itself.
+
+    A port taken with bind(0) and closed again may become somebody's outgoing connection before the server
+    has it. So this one lies below the kernel's own range, chosen at random, tried, and never given twice.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = [port for port in range(max(1024, lowest - 15000), lowest) if port not in _given]
+    for port in random.SystemRandom().sample(candidates, min(200, len(candidates))):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, port))
+            except OSError:
+                continue
+        _given.add(port)
+        return port
+    raise RuntimeError(f"no free port below {lowest} on {address}")

@@ -1,0 +1,71 @@
+"""The HTTP port is ours from before loading on, and a taken one is said at once."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from spmd_serve.errors import UsageError
+from spmd_serve.server.door import about_to_listen, open_door
+
+
+def test_port_0_is_chosen_by_the_kernel_and_shown_in_the_url() -> None:
+    door = open_door("127.0.0.1", 0, None)
+    with door.sock:
+        assert door.port > 0
+        assert door.url_of(tls=False) == f"http://127.0.0.1:{door.port}"
+
+
+def test_tls_and_ipv6_urls() -> None:
+    door = open_door("::1", 0, None)
+    with door.sock:
+        assert door.url_of(tls=True) == f"https://[::1]:{door.port}"
+
+
+def test_a_listening_neighbour_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UsageError, match=f"--port {port} is taken"):
+            open_door("127.0.0.1", port, None)
+
+
+def test_two_servers_that_still_load_cannot_share_a_port() -> None:
+    door = open_door("127.0.0.1", 0, None)
+    with door.sock, pytest.raises(UsageError, match="is taken"):
+        open_door("127.0.0.1", door.port, None)
+
+
+def test_nobody_can_connect_before_the_server_listens() -> None:
+    door = open_door("127.0.0.1", 0, None)
+    with door.sock, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", door.port), timeout=5)
+
+
+def test_a_restart_is_not_refused_for_old_connections() -> None:
+    door = open_door("127.0.0.1", 0, None)
+    about_to_listen(door.sock)
+    door.sock.listen()
+    client = socket.create_connection(("127.0.0.1", door.port), timeout=5)
+    served, _ = door.sock.accept()
+    # Our side closes first, so our port keeps the connection in TIME_WAIT.
+    served.close()
+    client.close()
+    door.sock.close()
+    with open_door("127.0.0.1", door.port, None).sock as again:
+        assert again.getsockname()[1] == door.port
+
+
+def test_an_address_that_is_not_ours_is_named() -> None:
+    with pytest.raises(UsageError, match="--host 192.0.2.1 is not an address of this host"):
+        open_door("192.0.2.1", 0, None)
+
+
+def test_unix_socket_left_by_a_killed_server_is_taken_over(tmp_path: Path) -> None:
+    path = str(tmp_path / "door.sock")
+    open_door(None, 0, path).sock.close()
+    door = open_door(None, 0, path)
+    with door.sock:
+        assert door.url_of(tls=False) == f"unix:{path}"
+        door.sock.listen()
+        with pytest.raises(UsageError, match="--uds"):
+            open_door(None, 0, path)

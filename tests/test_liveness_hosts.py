@@ -1,0 +1,262 @@
+"""Two hosts, two watchers, one TCP connection between them: whatever happens on one is known on the other."""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmd_serve.liveness.wire import LineBuffer, Seal, unpack
+from tests.support.faults import frozen
+from tests.support.liveness import PATIENCE_S, Actor, Host, Job
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path) as running:
+        yield running
+
+
+def two_hosts(job: Job, **changes: Any) -> tuple[Host, Host]:
+    """Head a with ranks 0 and 1, host b with ranks 2 and 3."""
+    head, other = job.host(0, 1), job.host(2, 3)
+    job.configure(**changes)
+    return head, other
+
+
+def everybody_is_told(actors: list[Actor], since: float, within_s: float) -> dict[str, Any]:
+    """The one verdict that all of them got."""
+    verdicts = [actor.expect("verdict") for actor in actors]
+    slowest = max(verdict.pop("at") for verdict in verdicts) - since
+    print(f"all were told after {slowest:.3f} s: {verdicts[0]['cause']}")
+    assert slowest < within_s
+    assert all(verdict == verdicts[0] for verdict in verdicts)
+    return verdicts[0]
+
+
+@pytest.mark.parametrize("key", [None, "a shared secret"])
+def test_a_remote_rank_killed_is_known_everywhere_within_2_s(job: Job, key: str | None) -> None:
+    head, other = two_hosts(job, key=key)
+    at = other.ranks[1].kill()
+    verdict = everybody_is_told([*head.ranks, other.ranks[0]], at, 2.0)
+    assert verdict["cause"] == f"rank 3 (pid {other.ranks[1].pid}, host b) was killed by SIGKILL"
+    assert (verdict["rank"], verdict["host"]) == (3, "b")
+    job.all_gone(3.0)
+
+
+def test_a_rank_of_the_head_killed_is_known_everywhere_within_2_s(job: Job) -> None:
+    head, other = two_hosts(job)
+    at = head.ranks[0].kill()
+    verdict = everybody_is_told([head.ranks[1], *other.ranks], at, 2.0)
+    assert verdict["cause"].startswith("rank 0 (") and verdict["host"] == "a"
+    job.all_gone(3.0)
+
+
+def test_all_ranks_of_a_host_killed(job: Job) -> None:
+    head, other = two_hosts(job)
+    at = time.monotonic()
+    for actor in other.ranks:
+        actor.kill()
+    verdict = everybody_is_told(head.ranks, at, 2.0)
+    assert verdict["host"] == "b" and "was killed by SIGKILL" in verdict["cause"]
+
+
+def test_a_report_on_one_host_wins_over_what_others_notice_of_it(job: Job) -> None:
+    head, other = two_hosts(job)
+    with frozen(other.watcher_pid):
+        other.ranks[0].send("fail_and_exit", "RuntimeError: out of memory", False, 1)
+        other.ranks[0].process.wait(5)
+        head.ranks[0].link("failed", "Connection closed by peer", peer=True)
+        wait_until(lambda: head.ranks[1].link("view", 5.0), PATIENCE_S, "the head's watcher to have heard")
+    verdict = everybody_is_told([*head.ranks, other.ranks[1]], time.monotonic(), 2.0)
+    assert verdict["rank"] == 2 and verdict["cause"].endswith("RuntimeError: out of memory")
+
+
+def test_the_remote_watcher_killed(job: Job) -> None:
+    head, other = two_hosts(job)
+    at = time.monotonic()
+    os.kill(other.watcher_pid, signal.SIGKILL)
+    verdict = everybody_is_told(head.ranks, at, 2.0)
+    assert "host b (ranks 2-3): its watcher is gone" in verdict["cause"]
+    for actor in other.ranks:
+        assert actor.expect("verdict")["cause"] == "the watcher on host b is gone"
+    job.all_gone(3.0)
+
+
+def test_the_remote_watcher_stopped(job: Job) -> None:
+    head, other = two_hosts(job, rank_timeout=1.0)
+    at = time.monotonic()
+    os.kill(other.watcher_pid, signal.SIGSTOP)
+    verdict = everybody_is_told(head.ranks, at, 4.0)
+    # Its own members notice at about the same time, and end it.
+    assert (
+        "host b (ranks 2-3) has been silent for" in verdict["cause"]
+        or "its watcher is gone" in verdict["cause"]
+    )
+    for actor in other.ranks:
+        assert "the watcher on host b" in actor.expect("verdict")["cause"]
+    job.all_gone(3.0)
+
+
+def test_the_heads_watcher_killed(job: Job) -> None:
+    head, other = two_hosts(job)
+    at = time.monotonic()
+    os.kill(head.watcher_pid, signal.SIGKILL)
+    verdict = everybody_is_told(other.ranks, at, 2.0)
+    assert "the head, host a (ranks 0-1): its watcher is gone" in verdict["cause"]
+    for actor in head.ranks:
+        assert actor.expect("verdict")["cause"] == "the watcher on host a is gone"
+    job.all_gone(3.0)
+
+
+def test_the_heads_watcher_stopped(job: Job) -> None:
+    head, other = two_hosts(job, rank_timeout=1.0)
+    at = time.monotonic()
+    os.kill(head.watcher_pid, signal.SIGSTOP)
+    verdict = everybody_is_told(other.ranks, at, 4.0)
+    assert "the head, host a (ranks 0-1)" in verdict["cause"]
+    for actor in head.ranks:
+        assert "the watcher on host a" in actor.expect("verdict")["cause"]
+    job.all_gone(3.0)
+
+
+def test_a_busy_head_is_not_taken_for_dead(job: Job) -> None:
+    head, other = two_hosts(job, rank_timeout=1.0)
+    with frozen(other.watcher_pid):
+        time.sleep(0.4)
+    head.ranks[0].do("hold_gil", 1.5)
+    assert not any(actor.saw("verdict") for actor in [*head.ranks, *other.ranks])
+
+
+def test_a_remote_hang_writes_stacks_on_all_hosts(job: Job) -> None:
+    head, other = two_hosts(job, rank_timeout=1.0, step_timeout=1.0)
+    at = time.monotonic()
+    other.ranks[1].do("slot", "step_begin", [])
+    other.ranks[1].send("hold_gil", 30)
+    verdict = everybody_is_told([*head.ranks, other.ranks[0]], at, 5.0)
+    assert verdict["rank"] == 3 and "step 1 has made no progress" in verdict["cause"]
+    for actor in [*head.ranks, *other.ranks]:
+        assert "hread 0x" in actor.log.read_text()
+    job.all_gone(3.0)
+
+
+def test_drain_travels_to_rank_0(job: Job) -> None:
+    head, other = two_hosts(job)
+    other.ranks[1].link("request_drain", "SIGTERM on host b")
+    other.ranks[0].link("request_drain", "SIGTERM on host b again")
+    assert head.ranks[0].expect("drain")["reason"] == "SIGTERM on host b"
+    assert head.ranks[0].link("view", 5.0)["draining"] == "SIGTERM on host b"
+    assert not head.ranks[0].saw("drain")
+
+
+@pytest.mark.parametrize("by_head", [True, False])
+def test_normal_end(job: Job, by_head: bool) -> None:
+    head, other = two_hosts(job)
+    assert (head if by_head else other).ranks[0].link("announce_end", 10.0) is True
+    for actor in [*head.ranks, *other.ranks]:
+        actor.expect("end")
+    for actor in [*other.ranks, *head.ranks]:
+        actor.kill()
+    job.all_gone(2.0)
+    assert "failed" not in head.log + other.log
+
+
+def test_ranks_that_leave_without_announcing_are_no_failure(job: Job) -> None:
+    head, other = two_hosts(job)
+    for host in (other, head):
+        for actor in host.ranks:
+            actor.link("leaving")
+            actor.send("exit", 0)
+    job.all_gone(2.0)
+    assert "failed" not in head.log + other.log
+
+
+def test_the_view_of_the_head_is_the_whole_job(job: Job) -> None:
+    head, other = two_hosts(job, rank_timeout=1.0)
+    other.ranks[0].do("slot", "state", ["ready"])
+
+    def complete() -> bool:
+        view = head.ranks[0].link("view", 5.0)
+        return [(one["name"], one["host"], one["state"]) for one in view["members"]] == [
+            ("rank 0", "a", "starting"),
+            ("rank 1", "a", "starting"),
+            ("rank 2", "b", "ready"),
+            ("rank 3", "b", "starting"),
+        ]
+
+    wait_until(complete, PATIENCE_S, "the view to show all four ranks")
+
+
+def test_a_host_that_does_not_come_is_named(job: Job) -> None:
+    head, other = job.host(0, 1), job.host(2)
+    port = head.ranks[0].link("listen", "127.0.0.1")
+    head.ranks[0].do("configure", job.config(0, port, join_timeout=0.5))
+    assert (
+        "host b (rank 2): its watcher has not connected within 0.5 s"
+        in head.ranks[0].expect("verdict")["cause"]
+    )
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        blocked = job.config(1, nobody.getsockname()[1], join_timeout=0.5)
+        other.ranks[0].do("configure", blocked)
+        cause = other.ranks[0].expect("verdict")["cause"]
+    assert "could not join that of the head host a (ranks 0-1)" in cause and "Connection refused" in cause
+
+
+@pytest.mark.parametrize("wrong", [{"key": "another secret"}, {"key": None}, {"generation": "ba9876543210"}])
+def test_a_wrong_key_or_generation_is_refused_and_the_job_lives(job: Job, wrong: dict[str, Any]) -> None:
+    head, stranger, other = job.host(0, 1), job.host(7), job.host(2)
+    port = head.ranks[0].link("listen", "127.0.0.1")
+    right = {"key": "a shared secret", "hosts": ("a", "b"), "ranks": ((0, 1), (2,))}
+    head.ranks[0].do("configure", job.config(0, port, **right))
+    stranger.ranks[0].do("configure", job.config(1, port, **{**right, "join_timeout": 1.0, **wrong}))
+    cause = stranger.ranks[0].expect("verdict")["cause"]
+    assert "could not join" in cause and "it refused us" in cause
+    wait_until(lambda: "dropped a connection from 127.0.0.1" in head.log, PATIENCE_S, "a line in the log")
+    other.ranks[0].do("configure", job.config(1, port, **right))
+    wait_until(
+        lambda: all(host["seen_s_ago"] is not None for host in head.ranks[0].link("view", 5.0)["hosts"]),
+        PATIENCE_S,
+        "the right one to be taken",
+    )
+    assert not head.ranks[0].saw("verdict") and not other.ranks[0].saw("verdict")
+
+
+GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"\x00" * 10_000, b'{"t":"hello","node":"x"}\n', b""]
+
+
+def test_garbage_from_strangers_does_not_end_the_job(job: Job) -> None:
+    head, other = job.host(0), job.host(1)
+    port = job.configure()
+    for garbage in GARBAGE:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+            sock.sendall(garbage)
+            sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while sock.recv(4096):
+                    pass
+    dropped = "dropped a connection from"
+    wait_until(
+        lambda: head.log.count(dropped) == len(GARBAGE), PATIENCE_S, "all to be dropped with a line each"
+    )
+    assert head.ranks[0].link("view", 5.0)["verdict"] is None
+    assert not other.ranks[0].saw("verdict")
+
+
+def test_a_second_watcher_of_a_host_that_is_here_is_refused(job: Job) -> None:
+    head, other = job.host(0), job.host(1)
+    port = job.configure()
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+        lines, seal = LineBuffer(), Seal(None, "node", "head")
+        lines.feed(sock.recv(4096))
+        assert unpack(lines.take()[0])["t"] == "challenge"
+        sock.sendall(seal.wrap({"t": "hello", "node": 1, "generation": "0123456789ab", "nonce": "n"}))
+        assert sock.recv(4096) == b""
+    wait_until(lambda: "node 1 is not expected, or here already" in head.log, PATIENCE_S, "a line in the log")
+    assert not other.ranks[0].saw("verdict")

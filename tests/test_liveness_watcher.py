@@ -1,0 +1,331 @@
+"""One host: real members, real kill -9, SIGSTOP and hangs, and what the others are told, and when."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spmd_serve.liveness import fetch_view
+from tests.support.faults import frozen
+from tests.support.liveness import PATIENCE_S, Job
+from tests.support.processes import assert_gone, look
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path) as running:
+        yield running
+
+
+def test_kill_9_is_told_to_the_others_within_2_s(job: Job) -> None:
+    host = job.host(0, 1)
+    engine = host.child("engine", "engine core")
+    job.configure()
+    at = host.ranks[1].kill()
+    for actor in (host.ranks[0], engine):
+        verdict = actor.expect("verdict")
+        print(f"told after {verdict['at'] - at:.3f} s")
+        assert verdict["at"] - at < 2.0
+        assert verdict["cause"] == f"rank 1 (pid {host.ranks[1].pid}, host a) was killed by SIGKILL"
+        assert (verdict["rank"], verdict["host"]) == (1, "a")
+    job.all_gone(3.0)  # the watcher ends whoever does not end by itself, then itself
+
+
+def test_the_default_answer_is_one_line_and_exit_code_1(job: Job) -> None:
+    host = job.host(0)
+    other = job.actor("other")
+    host.join(other, "rank", "rank 1", 1, default_verdict=True)
+    host.ranks[0].kill()
+    assert other.process.wait(5) == 1
+    assert other.log.read_text().count("rank 0 (pid") == 1
+    # Behind all that the members print, the watcher says it once per host.
+    wait_until(lambda: host.log.endswith(" was killed by SIGKILL\n"), PATIENCE_S, "the watcher's last line")
+    assert host.log.count("spmd_serve watcher: the job has failed: rank 0 (") == 1
+
+
+def test_death_before_the_rendezvous_and_of_the_watchers_parent(job: Job) -> None:
+    host = job.host(0, 1)
+    at = host.ranks[0].kill()
+    verdict = host.ranks[1].expect("verdict")
+    assert "rank 0" in verdict["cause"] and verdict["at"] - at < 2.0
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [(("exit", 3), "ended with exit code 3 without a word"), (("crash",), "was killed by SIGSEGV")],
+)
+def test_an_end_without_a_word_says_how(job: Job, command: tuple[object, ...], text: str) -> None:
+    host = job.host(0, 1)
+    host.ranks[1].send(str(command[0]), *command[1:])
+    assert text in host.ranks[0].expect("verdict")["cause"]
+
+
+def test_the_end_is_seen_though_a_forked_child_holds_the_descriptors(job: Job) -> None:
+    host = job.host(0, 1)
+    child = look(host.ranks[1].do("fork_child", False))
+    assert child is not None
+    try:
+        at = host.ranks[1].kill()
+        verdict = host.ranks[0].expect("verdict")
+        assert verdict["at"] - at < 2.0 and "SIGKILL" in verdict["cause"]  # not what the child said
+        job.all_gone(3.0)
+    finally:
+        child.signal(signal.SIGKILL)
+
+
+def test_a_members_own_report_wins_over_its_consequences(job: Job) -> None:
+    host = job.host(0, 1)
+    host.ranks[0].send("fail_and_exit", "Connection closed by peer", True, 1)
+    host.ranks[0].process.wait(5)
+    host.ranks[1].link("failed", "ValueError: bad weights")
+    verdict = host.ranks[1].expect("verdict")
+    assert verdict["cause"].endswith("ValueError: bad weights") and verdict["rank"] == 1
+
+
+def test_a_report_wins_over_an_end_without_a_word(job: Job) -> None:
+    host = job.host(0, 1)
+    with frozen(host.watcher_pid):  # so that it hears of both at one moment
+        host.ranks[0].send("exit", 1)
+        host.ranks[0].process.wait(5)
+        host.ranks[1].link("failed", "ValueError: bad weights")
+    assert host.ranks[1].expect("verdict")["rank"] == 1
+
+
+def test_children_that_die_with_their_rank_do_not_hide_it(job: Job) -> None:
+    host = job.host(0, 1)
+    engine = host.child("engine", "engine core")
+    with frozen(host.watcher_pid):
+        engine.kill()
+        engine.process.wait(5)
+        host.ranks[1].kill()
+        host.ranks[1].process.wait(5)
+    assert host.ranks[0].expect("verdict")["rank"] == 1
+
+
+def test_sigstop_is_seen_after_rank_timeout_and_slow_ranks_are_left_alone(job: Job) -> None:
+    host = job.host(0, 1, 2)
+    job.configure(rank_timeout=1.0, expect_turns=True)
+    for actor in host.ranks:
+        actor.do("slot", "state", ["loading"])
+    host.ranks[0].send("burn_holding_gil", 2.5)
+    host.ranks[1].send("hold_gil", 2.5)
+    host.ranks[0].answer()
+    host.ranks[1].answer()
+    view = host.ranks[2].link("view", 5.0)
+    assert view["verdict"] is None
+    assert not any(actor.saw("verdict") for actor in host.ranks)
+    at = host.ranks[1].kill(signal.SIGSTOP)
+    verdict = host.ranks[2].expect("verdict")
+    print(f"SIGSTOP told after {verdict['at'] - at:.3f} s")
+    assert 1.0 <= verdict["at"] - at < 3.0
+    assert "rank 1 " in verdict["cause"] and "has been stopped (SIGSTOP) for" in verdict["cause"]
+    assert verdict["detect_s"] >= 1.0
+    job.all_gone(4.0)
+
+
+def test_a_short_stop_is_forgiven(job: Job) -> None:
+    host = job.host(0, 1)
+    job.configure(rank_timeout=2.0)
+    host.ranks[1].kill(signal.SIGSTOP)
+    wait_until(
+        lambda: _state(host.ranks[0].link("view", 5.0), "rank 1") == "stopped",
+        PATIENCE_S,
+        "the stop shows in the view",
+    )
+    host.ranks[1].kill(signal.SIGCONT)
+    wait_until(
+        lambda: _state(host.ranks[0].link("view", 5.0), "rank 1") == "starting", PATIENCE_S, "it runs again"
+    )
+    assert host.ranks[1].link("view", 5.0)["verdict"] is None
+
+
+def _state(view: dict[str, list[dict[str, object]]], name: str) -> object:
+    return next(member["state"] for member in view["members"] if member["name"] == name)
+
+
+def test_a_hung_step_fails_after_step_timeout_with_stacks(job: Job) -> None:
+    host = job.host(0, 1)
+    job.configure(rank_timeout=1.0, step_timeout=1.0)
+    for _ in range(40):
+        host.ranks[1].do("slot", "step_begin", [])
+        host.ranks[1].do("slot", "step_end", [])
+    host.ranks[1].do("slot", "step_begin", [])
+    at = time.monotonic()
+    host.ranks[1].send("hold_gil", 30)  # its stacks come all the same
+    verdict = host.ranks[0].expect("verdict")
+    assert 1.0 <= verdict["at"] - at < 4.5
+    assert "rank 1 " in verdict["cause"] and "step 41 has made no progress for" in verdict["cause"]
+    for actor in host.ranks:
+        assert "Current thread" in actor.log.read_text() or "Thread 0x" in actor.log.read_text()
+    assert "hold_gil" in host.ranks[1].log.read_text()
+    job.all_gone(3.0)
+
+
+def test_a_step_that_ends_after_all_is_no_failure(job: Job) -> None:
+    host = job.host(0, 1)
+    job.configure(rank_timeout=1.0, step_timeout=1.0)
+    host.ranks[1].do("slot", "step_begin", [])
+    wait_until(lambda: "asking" in host.log, PATIENCE_S, "stacks are asked for")
+    host.ranks[1].do("slot", "step_end", [])
+    time.sleep(2.5)  # longer than the accusation takes to become a verdict
+    assert host.ranks[0].link("view", 5.0)["verdict"] is None
+
+
+def test_an_idle_loop_that_does_not_turn_is_hung_but_not_while_it_steps(job: Job) -> None:
+    host = job.host(0, 1)
+    job.configure(rank_timeout=1.0, expect_turns=True)
+    host.ranks[0].do("slot", "step_begin", [])
+    host.ranks[0].do("slot", "state", ["ready"])
+    host.ranks[1].do("turn_forever", 0.1)
+    host.ranks[1].do("slot", "state", ["ready"])
+    time.sleep(4.5)
+    assert not host.ranks[1].saw("verdict")
+    host.ranks[0].do("slot", "step_end", [])
+    at = time.monotonic()
+    verdict = host.ranks[1].expect("verdict")
+    assert "rank 0 " in verdict["cause"] and "its loop has not turned" in verdict["cause"]
+    assert verdict["at"] - at < 6.0
+
+
+def test_the_watcher_killed_or_stopped_ends_its_members(job: Job) -> None:
+    host = job.host(0, 1)
+    job.configure(rank_timeout=1.0)
+    at = time.monotonic()
+    os.kill(host.watcher_pid, signal.SIGKILL)
+    for actor in host.ranks:
+        verdict = actor.expect("verdict")
+        assert verdict["cause"] == "the watcher on host a is gone" and verdict["at"] - at < 2.0
+
+
+def test_a_stopped_watcher_ends_its_members_and_is_ended_by_them(job: Job) -> None:
+    host = job.host(0, 1)
+    job.configure(rank_timeout=1.0)
+    watcher = look(host.watcher_pid)
+    assert watcher is not None
+    os.kill(host.watcher_pid, signal.SIGSTOP)
+    causes = {actor.expect("verdict")["cause"] for actor in host.ranks}
+    assert any("the watcher on host a has been silent for" in cause for cause in causes)
+    assert_gone([watcher], 2.0)
+
+
+def test_a_stopped_watcher_does_not_outlive_its_members(job: Job) -> None:
+    host = job.host(0, 1)
+    os.kill(host.watcher_pid, signal.SIGSTOP)
+    for actor in host.ranks:
+        actor.kill()
+    job.all_gone(2.5)  # the kernel wakes it when its parent dies
+
+
+def test_signals_of_the_terminal_do_not_end_the_watcher(job: Job) -> None:
+    host = job.host(0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(host.watcher_pid, number)
+    assert host.ranks[0].link("view", 5.0)["verdict"] is None
+    assert os.getpgid(host.watcher_pid) != os.getpgid(host.ranks[0].pid)
+    with open(f"/proc/{host.watcher_pid}/comm") as comm:
+        assert comm.read() == "spmd-watcher\n"
+
+
+def test_the_watcher_goes_when_nobody_ever_connected(job: Job) -> None:
+    actor = job.actor("lonely")
+    address = actor.do("start_watcher", os.getpid(), 12345, {"watch_agent": False})
+    assert fetch_view(address, 5.0)["members"] == []
+    actor.kill()
+
+    def refused() -> bool:
+        try:
+            fetch_view(address, 1.0)
+        except OSError:
+            return True
+        return False
+
+    wait_until(refused, 1.5, "the end of the watcher")
+
+
+def test_the_end_of_the_agent_is_the_first_cause(job: Job) -> None:
+    host = job.host(0, 1)
+    host.agent.kill()
+    assert f"torchrun's agent (pid {host.agent.pid})" in host.ranks[0].expect("verdict")["cause"]
+
+
+def test_drain_reaches_rank_0_once(job: Job) -> None:
+    host = job.host(0, 1)
+    api = host.child("api", "API server")
+    job.configure()
+    host.ranks[1].link("request_drain", "SIGTERM")
+    api.link("request_drain", "SIGTERM again")
+    assert host.ranks[0].expect("drain")["reason"] == "SIGTERM"
+    view = host.ranks[0].link("view", 5.0)
+    assert view["draining"] == "SIGTERM" and view["verdict"] is None
+    assert not host.ranks[0].saw("drain") and not host.ranks[1].saw("drain")
+
+
+def test_normal_end(job: Job) -> None:
+    host = job.host(0, 1)
+    job.configure()
+    assert host.ranks[0].link("announce_end") is True
+    for actor in host.ranks:
+        actor.expect("end")
+    host.ranks[1].kill()
+    host.ranks[1].process.wait(5)
+    view = host.ranks[0].link("view", 5.0)
+    assert view["ended"] and view["verdict"] is None
+    host.ranks[0].send("exit", 0)
+    job.all_gone(2.0)
+    assert "failed" not in host.log
+
+
+def test_leaving_is_no_failure(job: Job) -> None:
+    host = job.host(0, 1)
+    host.ranks[1].link("leaving")
+    host.ranks[1].send("exit", 0)
+    host.ranks[1].process.wait(5)
+    wait_until(lambda: _state(host.ranks[0].link("view", 5.0), "rank 1") == "gone", PATIENCE_S, "it is gone")
+    assert host.ranks[0].link("view", 5.0)["verdict"] is None
+
+
+def test_the_next_round_at_the_same_address(job: Job) -> None:
+    host = job.host(0, 1)
+    for actor in host.ranks:
+        actor.kill()
+        actor.process.wait(5)
+    fresh, other = job.actor("fresh"), job.actor("other")
+    address = fresh.do("start_watcher", host.agent.pid, 0, {})
+    assert address == host.address
+    first = host.join(fresh, "rank", "rank 0", 0)
+    assert first != host.watcher_pid and host.join(other, "rank", "rank 1", 1) == first
+
+
+def test_view(job: Job) -> None:
+    host = job.host(0, 1)
+    api = host.child("api", "API server")
+    job.configure()
+    host.ranks[1].do("slot", "state", ["ready"])
+    host.ranks[1].do("slot", "step_begin", [])
+    host.ranks[1].do("slot", "step_end", [])
+    host.ranks[1].do("slot", "step_begin", [])
+    host.ranks[0].link("identify", "rank 7", 7)
+    view = api.link("view", 5.0)
+    assert view["generation"] == "0123456789ab" and view["restarts"] == 0 and view["verdict"] is None
+    assert abs(view["clock"] - time.time()) < 60
+    assert [(one["node"], one["host"], one["ranks"]) for one in view["hosts"]] == [(0, "a", [0, 1])]
+    rows = {one["name"]: one for one in view["members"]}
+    assert set(rows) == {"rank 7", "rank 1", "API server"}
+    one = rows["rank 1"]
+    assert (one["kind"], one["rank"], one["host"], one["pid"]) == ("rank", 1, "a", host.ranks[1].pid)
+    assert (one["state"], one["steps"]) == ("ready", 1)
+    assert 0 <= one["in_flight_s"] < 10 and 0 <= one["age_s"] < 10
+    assert rows["API server"]["in_flight_s"] is None
+    assert {row["name"] for row in fetch_view(host.address, 5.0)["members"]} == set(rows)
+
+
+def test_nobody_at_the_address_is_an_error_at_the_deadline(job: Job) -> None:
+    actor = job.actor("early")
+    with pytest.raises(AssertionError, match="PeerLost: no watcher on this host"):
+        actor.do("connect", "@spmd-serve-nobody", {"kind": "rank", "name": "rank 1", "rank": 1}, 0.3, False)
+    with pytest.raises(OSError):
+        fetch_view("@spmd-serve-nobody", 1.0)

@@ -1,0 +1,65 @@
+"""The shape of a replica's control channel."""
+
+import pytest
+
+from spmd_serve.channel.plan import ChannelPlan, driver_node, plan_channel
+from spmd_serve.topology import Cluster, Layout, RankInfo
+
+
+def cluster(*ranks_per_node: int) -> Cluster:
+    ranks = []
+    for node, count in enumerate(ranks_per_node):
+        for local_rank in range(count):
+            ranks.append(
+                RankInfo(
+                    rank=len(ranks),
+                    local_rank=local_rank,
+                    node=node,
+                    host=f"host{node}",
+                    address=f"10.0.0.{node}",
+                    interface="eth0",
+                    pid=1000 + len(ranks),
+                    torchrun_rank=len(ranks),
+                    machine_id=f"m{node}",
+                    device="cpu",
+                )
+            )
+    return Cluster(tuple(ranks))
+
+
+def test_one_host_needs_no_network() -> None:
+    plan = plan_channel("auto", Layout(2, 2, 1), cluster(4), 0, home=0)
+    assert plan == ChannelPlan(ring=(0, 1, 2, 3), members=(), behind={})
+
+
+def test_two_hosts_ring_at_home_and_one_member_that_relays() -> None:
+    plan = plan_channel("auto", Layout(2, 2, 1), cluster(2, 2), 0, home=0)
+    assert plan == ChannelPlan(ring=(0, 1), members=(2,), behind={2: (2, 3)})
+    assert plan.leader_of(3) == 2
+    assert plan.leader_of(1) is None
+
+
+def test_single_rank_hosts_are_members_themselves() -> None:
+    plan = plan_channel("auto", Layout(1, 4, 1), cluster(1, 1, 1, 1), 0, home=0)
+    assert plan == ChannelPlan(ring=(0,), members=(1, 2, 3), behind={})
+
+
+def test_a_replica_that_is_not_on_its_drivers_host() -> None:
+    plan = plan_channel("auto", Layout(2, 1, 2), cluster(2, 2), 1, home=0)
+    assert plan == ChannelPlan(ring=(), members=(2,), behind={2: (2, 3)})
+
+
+def test_two_replicas_on_one_host() -> None:
+    assert plan_channel("auto", Layout(2, 1, 2), cluster(4), 1, home=0).ring == (2, 3)
+
+
+def test_flat_gloo_and_nccl() -> None:
+    layout, hosts = Layout(2, 1, 2), cluster(2, 2)
+    assert plan_channel("gloo", layout, hosts, 1, home=0) == ChannelPlan((), (2, 3), {})
+    assert plan_channel("nccl", layout, hosts, 1, home=1) == ChannelPlan((2,), (3,), {})
+
+
+@pytest.mark.parametrize(("lb", "nodes"), [("internal", [0, 0]), ("hybrid", [0, 1]), ("external", [0, 1])])
+def test_where_a_replicas_driver_lives(lb: str, nodes: list[int]) -> None:
+    layout, hosts = Layout(2, 1, 2), cluster(2, 2)
+    assert [driver_node(lb, layout, hosts, replica) for replica in range(2)] == nodes
