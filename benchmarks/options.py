@@ -86,6 +86,8 @@ def read(arguments: Sequence[str] | None = None) -> Options:
         parser.error(str(error))
     if len({side.name for side in sides}) < len(sides):
         parser.error("two sides have the same name")
+    if any(side.command for side in sides) and any(layout.hosts > 1 for layout in layouts):
+        parser.error("a substituted command can only serve layouts of one host")
     return Options(
         model=given.model,
         layouts=layouts,

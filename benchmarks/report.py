@@ -54,6 +54,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         lines += idleness(layout["idle"])
         lines += details(layout["rounds"], sides)
         lines += placements(layout["placement"])
+        lines += commands(layout["commands"])
     return "\n".join(lines) + "\n"
 
 
@@ -182,6 +183,13 @@ def placements(placement: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str
             cell = f"`{variables}`".replace("|", "\\|") if variables else ""
             lines.append(f"| {side} | {one['name']} | {cores} | {cell} |")
     return [*lines, ""]
+
+
+def commands(found: Mapping[str, Sequence[str]]) -> list[str]:
+    """What was started, one line per host."""
+    lines = ["### Commands", "", "```"]
+    lines += [f"# {side}\n{command}" for side, started in found.items() for command in started]
+    return [*lines, "```", ""] if found else []
 
 
 def shapes(rounds: Rounds) -> list[str]:

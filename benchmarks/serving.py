@@ -9,6 +9,8 @@ A B, B A, …, while the others' processes are stopped. docs/benchmarks.md says 
 
 import ctypes
 import json
+import re
+import shlex
 import signal
 import sys
 import time
@@ -76,7 +78,7 @@ class Book:
 
     def open(self, layout: Layout) -> dict[str, Any]:
         return self.layouts.setdefault(
-            layout.name, {"launches": [], "idle": {}, "placement": {}, "rounds": []}
+            layout.name, {"launches": [], "idle": {}, "placement": {}, "commands": {}, "rounds": []}
         )
 
     def content(self) -> dict[str, Any]:
@@ -142,6 +144,9 @@ class Bench:
         """Not yet started."""
         port = free_port()
         commands = launches(side, self.layout, self.asked.model, port, self.asked.device, self.asked.flags)
+        self.page["commands"][side.name] = [
+            re.sub(r"--(port|master-port) \d+", r"--\1 PORT", shlex.join(one.command)) for one in commands
+        ]
         log = self.asked.out / f"{self.layout.name}-{side.name}-{purpose}.log"
         return Running(side.name, commands, port, self.asked.model, log)
 

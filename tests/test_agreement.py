@@ -223,4 +223,4 @@ def test_a_missing_rank_0_is_named() -> None:
     with store_server() as (_, port), Children() as ranks:
         result = ranks.start(rank_process(port, 3, {}, -2.0)).result()
         assert result["kind"] == "PeerLost"
-        assert result["failed"].startswith("the comparison of rank 0 on node0 did not come within 3 s")
+        assert result["failed"].startswith("the comparison of rank 0 on node0 did not come within ")

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,6 +127,67 @@ def test_the_heads_watcher_stopped(job: Job) -> None:
     job.all_gone(3.0)
 
 
+class Cable:
+    """A TCP connection to `port` that can be cut: then nothing travels any more, and nobody is told."""
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(PATIENCE_S)
+        self.port: int = self._listener.getsockname()[1]
+        self._ends: list[socket.socket] = []
+        self._cut = threading.Event()
+        self._threads = [threading.Thread(target=self._connect, args=(port,))]
+        self._threads[0].start()
+
+    def _connect(self, port: int) -> None:
+        near, _ = self._listener.accept()
+        far = socket.create_connection(("127.0.0.1", port))
+        self._ends += [near, far]
+        for source, target in ((near, far), (far, near)):
+            self._threads.append(threading.Thread(target=self._carry, args=(source, target)))
+            self._threads[-1].start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        source.settimeout(0.05)
+        while not self._cut.is_set():
+            with contextlib.suppress(TimeoutError):
+                data = source.recv(65536)
+                if not data:
+                    return
+                target.sendall(data)
+
+    def cut(self) -> float:
+        """Returns the time."""
+        self._cut.set()
+        return time.monotonic()
+
+    def __enter__(self) -> "Cable":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cut()
+        for thread in self._threads:
+            thread.join(5)
+        for sock in (self._listener, *self._ends):
+            sock.close()
+
+
+def test_a_cut_cable_ends_both_sides(job: Job) -> None:
+    head, other = job.host(0, 1), job.host(2, 3)
+    port = head.ranks[0].link("listen", "127.0.0.1")
+    assert other.ranks[0].link("listen", "127.0.0.1") != port  # nobody knows yet who will be the head
+    with Cable(port) as cable:
+        for host, to in ((head, port), (other, cable.port)):
+            host.ranks[0].do("configure", job.config(host.node, to, rank_timeout=1.0))
+        wait_until(job.all_seen, PATIENCE_S, "both hosts to see each other")
+        at = cable.cut()
+        verdict = everybody_is_told(head.ranks, at, 4.0)
+        assert "host b (ranks 2-3) has been silent for" in verdict["cause"] and verdict["detect_s"] > 1.0
+        verdict = everybody_is_told(other.ranks, at, 4.0)
+        assert "the head, host a (ranks 0-1) has been silent for" in verdict["cause"]
+        job.all_gone(3.0)
+
+
 def test_a_busy_head_is_not_taken_for_dead(job: Job) -> None:
     head, other = two_hosts(job, rank_timeout=1.0)
     with frozen(other.watcher_pid):
@@ -220,11 +282,7 @@ def test_a_wrong_key_or_generation_is_refused_and_the_job_lives(job: Job, wrong:
     assert "could not join" in cause and "it refused us" in cause
     wait_until(lambda: "dropped a connection from 127.0.0.1" in head.log, PATIENCE_S, "a line in the log")
     other.ranks[0].do("configure", job.config(1, port, **right))
-    wait_until(
-        lambda: all(host["seen_s_ago"] is not None for host in head.ranks[0].link("view", 5.0)["hosts"]),
-        PATIENCE_S,
-        "the right one to be taken",
-    )
+    wait_until(job.all_seen, PATIENCE_S, "the right one to be taken")
     assert not head.ranks[0].saw("verdict") and not other.ranks[0].saw("verdict")
 
 

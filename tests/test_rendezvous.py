@@ -21,6 +21,7 @@ from spmd_serve.topology import Cluster
 from spmd_serve.torchrun_env import TorchrunEnv
 from tests.support.faults import freeze, frozen, thaw
 from tests.support.forked import Child, Children, store_server
+from tests.support.ports import free_port
 
 WORLD = 4
 LOOPBACK = Route("127.0.0.1", "lo")
@@ -232,20 +233,28 @@ def test_two_processes_in_rank_0s_place_are_both_told() -> None:
             assert all(f"process {child.pid}" in result["failed"] for child in pair)
 
 
+@pytest.fixture
+def soon_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait says what it waits for after 50 ms; otherwise as it is: after 3 s."""
+    assert store.FIRST_WORD_S == 3.0
+    monkeypatch.setattr(store, "FIRST_WORD_S", 0.05)
+
+
+@pytest.mark.usefixtures("soon_told")
 def test_a_node_that_never_comes_is_named_on_all_others() -> None:
     with store_server() as (_, port), Children() as ranks:
         host = socket.gethostname()
-        started = [ranks.start(rank_process(env_of(rank, port), timeout_s=3.5)) for rank in range(2)]
+        started = [ranks.start(rank_process(env_of(rank, port), timeout_s=2.0)) for rank in range(2)]
         results = [child.result() for child in started]
         assert {result["kind"] for result in results} == {"UsageError"}
         assert len({result["failed"] for result in results}) == 1
-        assert re.match(r"torchrun ranks 2-3 have not joined within [34] s ", results[0]["failed"])
+        assert re.match(r"torchrun ranks 2-3 have not joined within [1-9] s ", results[0]["failed"])
         assert f"(joined: ranks 0-1 on {host})" in results[0]["failed"]
         assert "--join-timeout" in results[0]["failed"]
         for result in results:
-            assert [f"waiting for torchrun ranks 2-3 (joined: ranks 0-1 on {host})"] == [
-                text.partition(";")[0] for text in result["said"]
-            ]
+            # At 50 ms the other one may not have come yet.
+            assert len(result["said"]) == 1
+            assert re.match(r"waiting for torchrun (ranks 2-3 |ranks 1-3 |rank 0 )\(", result["said"][0])
 
 
 def test_a_missing_rank_0_is_named_though_a_dead_one_left_its_keys() -> None:
@@ -256,7 +265,7 @@ def test_a_missing_rank_0_is_named_though_a_dead_one_left_its_keys() -> None:
         for child in others:
             child.end()
         result = ranks.start(rank_process(env_of(1, port), timeout_s=0.2)).result()
-        assert result["failed"].startswith("torchrun rank 0 has not joined within 2 s")
+        assert result["failed"].startswith("torchrun rank 0 has not joined within ")
         assert "torchrun rank 1 (process" in result["failed"]
 
 
@@ -279,22 +288,20 @@ def test_a_dead_rounds_error_is_not_believed() -> None:
         joined([late, *others])
 
 
+@pytest.mark.usefixtures("soon_told")
 def test_an_unreachable_store_is_named_with_its_address() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[
-            1
-        ]  # closed below: nobody listens there, and nobody else gets it so soon
+    port = free_port()
     said: list[str] = []
     with pytest.raises(UsageError) as caught:
-        join(env_of(1, port), LOOPBACK, head=None, timeout_s=3.2, device="cpu", say=said.append)
+        join(env_of(1, port), LOOPBACK, head=None, timeout_s=1.0, device="cpu", say=said.append)
     text = str(caught.value)
     assert "\n" not in text
     assert f"torchrun rank 1 on {socket.gethostname()}" in text
     assert f"127.0.0.1:{port}" in text
     assert "Connection refused" in text
     assert "firewall" in text and "--rdzv-endpoint" in text
-    assert said == [
-        f"waiting for torchrun's store at 127.0.0.1:{port} (127.0.0.1: Connection refused); 0 s left"
+    assert [text.partition(";")[0] for text in said] == [
+        f"waiting for torchrun's store at 127.0.0.1:{port} (127.0.0.1: Connection refused)"
     ]
 
 
@@ -335,9 +342,7 @@ def test_an_orphan_does_not_join() -> None:
 
 
 def test_rank_0_serves_the_store_where_torchrun_does_not() -> None:
-    listener = network.free_listener("127.0.0.1")
-    port = listener.getsockname()[1]
-    listener.close()
+    port = free_port()
 
     env = env_of(1, port, world=2, agent_store=False)
 
@@ -383,15 +388,16 @@ def test_without_torchrun_a_world_of_one() -> None:
     assert len(seat.nonce) == 12
 
 
+@pytest.mark.usefixtures("soon_told")
 def test_keys_that_do_not_come_are_named_by_owner() -> None:
     with store_server() as (_, port):
         client = connect_store("127.0.0.1", port, "n", 5.0)
         client.set("a", "1")
         said: list[str] = []
         keys = {"a": "rank 0 on x", "b": "rank 1 on x", "c": "rank 2 on y"}
-        with pytest.raises(PeerLost, match=r"^flags of rank 1 on x, rank 2 on y did not come within 3 s"):
-            rendezvous.wait_keys(client, keys, time.monotonic() + 3.2, said.append, what="flags")
-        assert said == ["waiting for flags of rank 1 on x, rank 2 on y; 0 s left"]
+        with pytest.raises(PeerLost, match=r"^flags of rank 1 on x, rank 2 on y did not come within \d s"):
+            rendezvous.wait_keys(client, keys, time.monotonic() + 1.0, said.append, what="flags")
+        assert [text.partition(";")[0] for text in said] == ["waiting for flags of rank 1 on x, rank 2 on y"]
         with pytest.raises(UsageError):
             rendezvous.wait_keys(client, keys, time.monotonic(), print, error=UsageError)
 
@@ -418,8 +424,6 @@ def test_leaving_together_does_not_wait_for_the_dead() -> None:
 
 
 def test_a_child_that_cannot_reach_the_store_says_where_it_is() -> None:
-    listener = network.free_listener("127.0.0.1")
-    port = listener.getsockname()[1]
-    listener.close()
+    port = free_port()
     with pytest.raises(PeerLost, match=f"can't reach torchrun's store at 127.0.0.1:{port}"):
         connect_store("127.0.0.1", port, "n", 1.0)

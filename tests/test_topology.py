@@ -82,8 +82,8 @@ def test_data_parallel_fills_what_is_left_where_the_caller_wants_it(
             [3],
             (2, 1, 1),
             "--tensor-parallel-size 2 x --pipeline-parallel-size 1 x --data-parallel-size 1 = 2, but "
-            "torchrun started 3 ranks: start 2 ranks (--nnodes x --nproc-per-node), or change the sizes so that they "
-            "make 3",
+            "torchrun started 3 ranks: start 2 ranks (--nnodes x --nproc-per-node), or change the sizes so "
+            "that they make 3",
         ),
         (
             [4],

@@ -54,19 +54,21 @@ class Journal:
         return known and self._read_header()[0] is not None
 
     def start(self, header: Header, *, job: str, restart: bool = False, retry_failed: bool = False) -> None:
-        """Go on with what is there, or begin. `restart` begins anew, unless this very job did so already.
+        """Go on with what is there, or begin. `restart` begins anew, `retry_failed` forgets what has failed;
+        neither when it is this very job that goes on, restarted by torchrun: it did so the first time.
 
         Raises UsageError that says what changed when the run before was another one.
         """
         before, end = self._read_header()
+        first_time = not self.begun_by(job)
         try:
-            if restart and not self.begun_by(job):
+            if restart and first_time:
                 self._begin(header)
             elif before is None:
                 self._refuse_unknown_output()
                 self._begin(header)
             else:
-                self._resume(before, end, header, retry_failed)
+                self._resume(before, end, header, retry_failed and first_time)
             self._hold(job)
         except OSError as problem:
             raise SpmdError(self._trouble(problem)) from problem

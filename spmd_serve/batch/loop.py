@@ -79,6 +79,7 @@ async def run_batch(
 class _Run:
     def __init__(self, answer: Answer, prepared: Prepared, window: int, say: Callable[[str], None]) -> None:
         self._answer = answer
+        self._prepared = prepared
         self._options = prepared.options
         self._source = prepared.source
         self._output = prepared.output
@@ -248,11 +249,12 @@ class _Run:
     async def _verdict(self, work: asyncio.Task[None]) -> ExitCode:
         problem = self._fatal or (None if work.cancelled() else work.exception())
         progress = self._progress
-        if problem is not None or work.cancelled():
-            await self._keep(problem)
         if problem is not None:
+            with suppress(SpmdError):
+                await self._output.sync()
             raise problem
-        if work.cancelled():
+        if work.cancelled() and not self._prepared.is_complete:
+            await self._output.sync()
             then = (
                 "run the same command again to go on" if self._output.resumable else "what was written is all"
             )
@@ -262,13 +264,6 @@ class _Run:
         await self._output.finish()
         self._say(f"{self._output.name}: {progress.summary()}")
         return ExitCode.LINES_FAILED if progress.failed else ExitCode.OK
-
-    async def _keep(self, problem: BaseException | None) -> None:
-        try:
-            await self._output.sync()
-        except SpmdError:
-            if problem is None:
-                raise
 
 
 def _refuse_duplicate(line: BatchLine | BadLine, ids: IdTable) -> BatchLine | BadLine:

@@ -140,7 +140,7 @@ async def ready(fd: int, *, writing: bool) -> None:
 
 def _fingerprint(fd: int) -> Fingerprint:
     digest, size, count = hashlib.sha256(), 0, 0
-    with open(fd, "rb", buffering=CHUNK, closefd=False) as file:
+    with open(fd, "rb", buffering=1 << 20, closefd=False) as file:
         file.seek(0)
         for line in file:
             digest.update(line)

@@ -66,7 +66,12 @@ def rewrite(
             with suppress(OSError):
                 os.unlink(name)
         raise
-    finish(path, header)
+    try:
+        finish(path, header)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
     return Rewritten(out_fd, state_fd, out_end, len(top), state_end)
 
 

@@ -6,13 +6,15 @@ by vLLM: `check()` (run by a test, and at start) says clearly what moved.
 """
 
 import inspect
+import multiprocessing
 
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
+from vllm.v1.engine import utils
 from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
 
 from spmd_serve.errors import UsageError
 
-__all__ = ["Handle", "MessageQueue", "MultiprocExecutor", "WorkerProc", "check", "quieten"]
+__all__ = ["Handle", "MessageQueue", "MultiprocExecutor", "WorkerProc", "check", "fork_engine_cores", "quieten"]
 
 WRITTEN_FOR = "0.32"
 
@@ -73,6 +75,15 @@ def check() -> None:
                 f"vLLM {__version__}: {owner.__name__}.{name} no longer takes {', '.join(sorted(missing))}, "
                 f"as it did in vLLM {WRITTEN_FOR}; install vllm>=0.32,<0.33"
             )
+
+
+def fork_engine_cores() -> None:
+    """Let vLLM fork its engine cores, as it does on GPUs, instead of spawning them.
+
+    On CPUs vLLM spawns because its workers below must not inherit OpenMP's threads. Our engine cores have
+    no workers below them, and a fork spares each of them the import of vLLM (10 s and more) and its memory.
+    """
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def quieten(queue: MessageQueue) -> None:

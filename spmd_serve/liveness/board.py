@@ -101,7 +101,7 @@ class BoardSlot:
         self._floats[_TURNED_AT] = time.monotonic()
 
     def state(self, name: StateName) -> None:
-        """What this member does from now on. Only "ready" promises that the loop turns with each heartbeat."""
+        """What this member does from now on. Only "ready" promises a turn with each heartbeat."""
         self.turn()
         self._integers[_STATE] = _CODES[name]
 

@@ -84,6 +84,10 @@ class Head:
             self._configured_at = self._court.now
             self._loop.watch(self._listener.fileno(), self._accept, selectors.EVENT_READ)
 
+    def close(self) -> None:
+        """Before `configure`, on a host that turns out not to be the head."""
+        self._listener.close()
+
     def broadcast(self, message: Message, droppable: bool = False) -> None:
         """Tell all hosts."""
         for node in self.nodes.values():

@@ -12,7 +12,7 @@ class Weight(IntEnum):
     OWN = 0
     """Killed by a signal, stopped, or said itself what went wrong."""
     WORDLESS = 1
-    """Ended without a word: an exit code, or not even that is known. Often the consequence of another's end."""
+    """Ended without a word: an exit code, or not even that is known. Often a consequence of another's end."""
     HUNG = 2
     """A step makes no progress: all ranks of a collective then look alike."""
     HOST = 3

@@ -90,6 +90,8 @@ class WatcherLink:
         """
         Hello.of(hello)
         if stacks:
+            # A forked child inherits the belief that it is registered, even where it has reset the signal.
+            faulthandler.unregister(STACKS_SIGNAL)
             faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
         said = {
             "t": "hello",
@@ -124,9 +126,9 @@ class WatcherLink:
         self._send({"t": "drain", "reason": reason[:_LONGEST_CAUSE]})
 
     def listen(self, address: str) -> int:
-        """On the head: have the watcher listen for the other hosts' at this IP address; returns the port.
+        """Have the watcher listen for those of other hosts at this IP address; returns the port.
 
-        Raises SpmdError when it can't.
+        Only the head's is used later; `configure` closes the others. Raises SpmdError when it can't.
         """
         return int(self._ask({"t": "listen", "address": address}, _REQUEST_S)["port"])
 

@@ -12,7 +12,7 @@ from spmd_serve.liveness import words
 from spmd_serve.liveness.board import Board
 from spmd_serve.liveness.judge import Accusation, Weight
 from spmd_serve.liveness.loop import Conn, Loop, log
-from spmd_serve.liveness.proc import OomCounter, ProcFile, ProcStat, ending_of
+from spmd_serve.liveness.proc import OomCounter, ProcFile, ProcStat, catches, ending_of
 from spmd_serve.liveness.progress import TROUBLES, Limits, Progress, Sighting, Trouble
 from spmd_serve.liveness.records import KINDS, Hello, Message
 from spmd_serve.liveness.wire import BadLine, pack, unpack
@@ -99,7 +99,9 @@ class Members:
 
     def ask_for_stacks(self) -> None:
         """Have every member that can write the stacks of all its threads to its stderr."""
-        able = [member for member in self.alive if member.writes_stacks]
+        able = [
+            member for member in self.alive if member.writes_stacks and catches(member.pid, STACKS_SIGNAL)
+        ]
         if able:
             log(f"asking {', '.join(member.hello.name for member in able)} for stacks")
         for member in able:
@@ -177,7 +179,7 @@ class Members:
         # A round's first process may find the watcher of the round before, whose members are all dead by
         # then: make sure that it knows of those deaths (which close its door) before it takes anybody in.
         for member in self.alive:
-            if has_ended(member.pidfd):
+            if member.alive and has_ended(member.pidfd):
                 self._died(member)
         hello = Hello.of(message)
         pidfd = open_pidfd(pid) if self._listener is not None else None
@@ -220,14 +222,15 @@ class Members:
     # What members show.
 
     def _look(self, member: Member) -> None:
-        look = member.stat.read()
-        if look is None or look.dying:
+        if not member.alive:
+            return  # since the caller's list was made
+        member.look = member.stat.read()
+        if member.look is None or member.look.dying:
             self._died(member)
             return
-        member.look = look
         reading = self._board.read(member.slot)
         sighting = Sighting(
-            look.state == "T", reading.started, reading.done, reading.turned_at, reading.state
+            member.look.state == "T", reading.started, reading.done, reading.turned_at, reading.state
         )
         member.progress.see(sighting, self._court.now)
         if self._court.over or member.excused:
@@ -271,9 +274,7 @@ class Members:
         # A killed process's main thread, and so its children, may be dead a good while before its last thread
         # is: look at the others now, so that an ancestor is accused at the same moment as its descendants.
         for other in self.alive:
-            look = other.stat.read()
-            if look is None or look.dying:
-                self._died(other)
+            self._look(other)
 
     def _accuse(
         self, member: Member, what: str, weight: Weight, cause: str, age_s: float | None = None

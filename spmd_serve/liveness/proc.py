@@ -11,7 +11,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ProcStat(NamedTuple):
-    """One look: state letter, whether it is ending, CPU seconds, start time, wait status once it has ended."""
+    """One look: state letter, whether it is ending, CPU seconds, start time, wait status of an ended one."""
 
     state: str
     dying: bool
@@ -60,6 +60,16 @@ def ending_of(pidfd: int, stat: ProcFile) -> Ending | None:
     return reaped_ending(pidfd)
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for that signal; sending it to one that has none would end it."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
 def started_ticks(pid: int) -> int:
     """When a process was started (kernel ticks since boot): with its pid a name for ever; 0: unknown."""
     try:
@@ -69,7 +79,7 @@ def started_ticks(pid: int) -> int:
 
 
 class OomCounter:
-    """Notices that the kernel's OOM killer has been at work: in this process's cgroup, or else on the machine."""
+    """Notices that the kernel's OOM killer has been at work, in this cgroup or else on the machine."""
 
     def __init__(self, files: list[Path] | None = None) -> None:
         self._files = _oom_files() if files is None else files

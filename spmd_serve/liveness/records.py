@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 KINDS = ("rank", "api", "engine")
-"""Kinds of members, each the ancestor of the next: of several that die at one moment, the first explains all."""
+"""Kinds of members, each the ancestor of the next: it explains their death at the same moment."""
 
 Message = dict[str, Any]
 """One JSON object on a line; "t" names its type."""

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import socket
+import threading
 import time
 import traceback
 
@@ -19,7 +20,7 @@ _AGAIN_S = 0.02
 
 
 def watcher_address(agent_pid: int, restart_count: int) -> str:
-    """Where this host's watcher of this round listens: an abstract socket name, the same for all of its ranks.
+    """Where this host's watcher of this round listens: an abstract socket name that all of its ranks know.
 
     Agents that share a network namespace but not a pid namespace (containers on the host's network) may have
     the
@@ -46,6 +47,10 @@ def start_watcher(
     `rank_timeout`, `grace_s`: see WatchConfig, which replaces them later. Raises SpmdError when the watcher
     of the round before does not go away within `deadline_s` seconds.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "start_watcher forks, and its child dies with the forking thread: use the main thread"
+        )
     address = watcher_address(agent_pid, restart_count)
     listener = _bind(address, time.monotonic() + deadline_s)
     parent = os.getpid()

@@ -1,11 +1,11 @@
 """The watcher: one small process per host that outlives its ranks by a moment, to say who was first."""
 
-import os
 import socket
 import time
 from collections.abc import Callable
 
-from spmd_serve.liveness import view, words
+from spmd_serve.liveness import view
+from spmd_serve.liveness.family import Family
 from spmd_serve.liveness.head import Head
 from spmd_serve.liveness.judge import Accusation, Jury, LivedClock, Weight
 from spmd_serve.liveness.loop import Loop, log
@@ -48,7 +48,6 @@ class Watcher:
         self.uplink: Uplink | None = None
         self.members = Members(self, self.loop, listener)
         self._jury = Jury()
-        self._parent_pid, self._parent_alive = parent[0], True
         self._grace_s = grace_s
         self._kill_at: float | None = None
         self._drain_told = False
@@ -57,9 +56,7 @@ class Watcher:
         self._stacks_at = float("-inf")
         self._set_limits(Limits(rank_timeout, float("inf"), expect_turns=False))
         self._next_poll = self._next_beat = self.now
-        self.loop.watch_end(parent[1], lambda _events: self._parent_gone(parent[1]))
-        if agent is not None:
-            self.loop.watch_end(agent[1], lambda _events: self._agent_gone(*agent))
+        self._family = Family(self, self.loop, self.members, parent, agent)
 
     def _set_limits(self, limits: Limits) -> None:
         self.limits = limits
@@ -103,10 +100,6 @@ class Watcher:
     def over(self) -> bool:
         """Nothing is a failure any more."""
         return self.verdict is not None or self.has_ended
-
-    @property
-    def _is_head(self) -> bool:
-        return self.config is None or self.config.node == 0
 
     # Accusations and the verdict.
 
@@ -154,30 +147,10 @@ class Watcher:
             return
         self.verdict = verdict
         self._kill_at = self.now + self._grace_s
-        self.members.tell(self._verdict_message(verdict))
-        if self.head is not None:
-            self.head.broadcast(self._verdict_message(verdict))
-
-    def _verdict_message(self, verdict: Verdict) -> Message:
-        return {"t": "verdict", "verdict": verdict.to_json()}
-
-    def _parent_gone(self, pidfd: int) -> None:
-        self.loop.forget(pidfd)
-        os.close(pidfd)
-        self._parent_alive = False
-        self.members.close_door()
-        if self.members.alive and not any(member.pid == self._parent_pid for member in self.members.all):
-            who = words.member("local rank 0", self._parent_pid, self.host)
-            cause = words.ended(who, None, out_of_memory=False)
-            self.accuse(
-                Accusation(f"{self.host} {self._parent_pid} end", Weight.WORDLESS, cause, None, self.host)
-            )
-
-    def _agent_gone(self, pid: int, pidfd: int) -> None:
-        self.loop.forget(pidfd)
-        os.close(pidfd)
-        cause = words.agent_gone(pid, self.host)
-        self.accuse(Accusation(f"{self.host} {pid} end", Weight.OWN, cause, None, self.host, order=-1))
+        for news in self.news():
+            self.members.tell(news)
+            if self.head is not None:
+                self.head.broadcast(news)
 
     # What members ask for.
 
@@ -206,9 +179,8 @@ class Watcher:
 
     def _configure(self, config: WatchConfig) -> Message:
         if self.config is not None:
-            return (
-                {} if self.config == config else {"error": "the watcher is configured already, differently"}
-            )
+            same = self.config == config
+            return {} if same else {"error": "the watcher is configured already, differently"}
         if config.node == 0 and len(config.hosts) > 1 and self.head is None:
             return {"error": "the head's watcher does not listen yet: call listen() first"}
         self.config = config
@@ -216,10 +188,14 @@ class Watcher:
         self._grace_s = config.grace_s
         self._set_limits(Limits(config.rank_timeout, config.step_timeout, config.expect_turns))
         self.members.tell(self.rules())
-        if self.head is not None:
-            self.head.configure(config)
         if config.node != 0:
+            # Which host is the head comes out at the rendezvous only, so others may have listened too.
+            if self.head is not None:
+                self.head.close()
+                self.head = None
             self.uplink = Uplink(self, self.loop, config)
+        elif self.head is not None:
+            self.head.configure(config)
         self._next_beat = self.now
         self._tell_drain()
         return {}
@@ -242,7 +218,7 @@ class Watcher:
     def news(self) -> list[Message]:
         """What a newly connected host must know."""
         if self.verdict is not None:
-            return [self._verdict_message(self.verdict)]
+            return [{"t": "verdict", "verdict": self.verdict.to_json()}]
         return [{"t": "end"}] if self.has_ended else []
 
     def joined(self) -> None:
@@ -264,16 +240,14 @@ class Watcher:
         if self.draining is None or self._drain_told:
             return
         message = {"t": "drain", "reason": self.draining}
-        if not self._is_head:
-            if self.uplink is not None and self.uplink.is_joined:
-                self._drain_told = True
-                self.uplink.tell(message)
+        if self.uplink is not None:
+            self._drain_told = self.uplink.is_joined
+            self.uplink.tell(message)
             return
         for member in self.members.alive:
-            if member.hello.kind == "rank" and member.hello.rank == 0:
+            if (member.hello.kind, member.hello.rank) == ("rank", 0):
                 self._drain_told = True
                 member.tell(message)
-                return
 
     def end(self, then: Callable[[], None]) -> None:
         """A member says that the job ends normally; `then` is called when all hosts know."""
@@ -302,8 +276,7 @@ class Watcher:
         return view.build(self)
 
     def _may_leave(self) -> bool:
-        said_hello = any(member.pid == self._parent_pid for member in self.members.all)
-        if self.members.alive or (self._parent_alive and not said_hello):
+        if self.members.alive or self._family.parent_may_join:
             self._alone_since = None
             return False
         if self._alone_since is None:
@@ -312,7 +285,7 @@ class Watcher:
         if first is not None and not self.over:
             if self.now - self._alone_since < _LAST_WORDS_S:
                 return False
-            if self._is_head:
+            if self.uplink is None:
                 self._pronounce(first)
         farewell: Message = {"t": "bye"}
         if self.uplink is not None:

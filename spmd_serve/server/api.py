@@ -28,6 +28,8 @@ _OTHER_PLUGIN_GROUPS = (
     "vllm.stat_logger_plugins",
 )
 
+_LISTENING_POLL_S = 0.2
+
 LOADING_TIMEOUT_S = 7 * 24 * 3600
 """vLLM gives engines 600 s to load. Here the watcher says who is dead or hung, so loading may take long."""
 
@@ -41,10 +43,15 @@ class ApiServer:
     _reaping: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def start(cls, args: argparse.Namespace, spec: ControlSpec, door: Door, url: str) -> "ApiServer":
-        """Fork the API server. Call before any thread of torch and before CUDA is touched."""
+    def start(
+        cls, args: argparse.Namespace, spec: ControlSpec, door: Door, url: str, *, fork_engines: bool
+    ) -> "ApiServer":
+        """Fork the API server. Call before any thread of torch and before CUDA is touched.
+
+        `fork_engines`: nobody asked for another way (VLLM_WORKER_MULTIPROC_METHOD) to start engine cores.
+        """
         process = multiprocessing.get_context("fork").Process(
-            target=_run, args=(args, spec, door, url), name="APIServer"
+            target=_run, args=(args, spec, door, url, fork_engines), name="APIServer"
         )
         process.start()
         door.sock.close()
@@ -67,6 +74,16 @@ class ApiServer:
 
         threading.Thread(target=run, name="api-watch", daemon=True).start()
 
+    def when_listening(self, door: Door, call: Callable[[], None]) -> None:
+        """Call `call()` from a thread once connections are accepted."""
+
+        def run() -> None:
+            while not wait_readable(self._pidfd, _LISTENING_POLL_S):
+                if door.answers():
+                    return call()
+
+        threading.Thread(target=run, name="api-listening", daemon=True).start()
+
     def wait_for_last_words(self, timeout_s: float) -> None:
         """Give it `timeout_s` seconds to tell its clients what happened."""
         wait_readable(self._pidfd, timeout_s)
@@ -80,7 +97,7 @@ class ApiServer:
         return self.process.exitcode
 
 
-def _run(args: argparse.Namespace, spec: ControlSpec, door: Door, url: str) -> None:
+def _run(args: argparse.Namespace, spec: ControlSpec, door: Door, url: str, fork_engines: bool) -> None:
     # A session of its own: a signal to the job's process group reaches it only through rank 0, which
     # decides whether that means drain.
     os.setsid()
@@ -90,7 +107,7 @@ def _run(args: argparse.Namespace, spec: ControlSpec, door: Door, url: str) -> N
     hello = {"kind": "api", "name": "API server", "rank": None}
     link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=_on_verdict)
     try:
-        serve_http(args, door, url)
+        serve_http(args, door, url, fork_engines)
     except KeyboardInterrupt:
         pass
     except SystemExit as leaving:
@@ -119,17 +136,20 @@ def prepare_environ() -> None:
         os.environ["VLLM_PLUGINS"] = f"{allowed},{PLUGIN}"
 
 
-def serve_http(args: argparse.Namespace, door: Door, url: str) -> None:
+def serve_http(args: argparse.Namespace, door: Door, url: str, fork_engines: bool) -> None:
     """Run vLLM's API server(s) on our socket until they are told to stop."""
     import uvloop
     from vllm.entrypoints.cli import serve as vllm_serve
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.entrypoints.launchers.launcher import set_ulimit, validate_api_server_args
 
+    from spmd_serve.engine import seam
     from spmd_serve.server import endpoints
 
     validate_api_server_args(args)
     set_ulimit()
+    if fork_engines:
+        seam.fork_engine_cores()
     args.port = door.port
     several = args.api_server_count if args.api_server_count is not None else args.data_parallel_size
     if several > 1:

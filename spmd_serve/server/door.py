@@ -13,12 +13,24 @@ class Door:
     """A bound (not yet listening) socket; `port` is 0 for a Unix socket."""
 
     sock: socket.socket
+    family: socket.AddressFamily
     host: str
     port: int
 
+    def answers(self) -> bool:
+        """Whether somebody listens; callable after `sock` is closed here."""
+        if self.family == socket.AF_UNIX:
+            target: str | tuple[str, int] = self.host
+        else:
+            everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+            target = (everywhere.get(self.host, self.host), self.port)
+        with socket.socket(self.family, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            return probe.connect_ex(target) == 0
+
     def url_of(self, *, tls: bool) -> str:
         """The URL as vLLM and the start table show it."""
-        if self.sock.family == socket.AF_UNIX:
+        if self.family == socket.AF_UNIX:
             return f"unix:{self.host}"
         shown = f"[{self.host}]" if ":" in self.host else self.host
         return f"http{'s' if tls else ''}://{shown}:{self.port}"
@@ -42,7 +54,7 @@ def open_door(host: str | None, port: int, uds: str | None) -> Door:
     except OSError as problem:
         sock.close()
         raise UsageError(_why_not(problem, host, port)) from problem
-    return Door(sock, host or "0.0.0.0", sock.getsockname()[1])
+    return Door(sock, family, host or "0.0.0.0", sock.getsockname()[1])
 
 
 def about_to_listen(sock: socket.socket) -> None:
@@ -71,7 +83,7 @@ def _open_unix(path: str) -> Door:
             raise UsageError(f"--uds {path} cannot be bound: {problem.strerror or problem}") from problem
         os.unlink(path)
         return _open_unix(path)
-    return Door(sock, path, 0)
+    return Door(sock, socket.AF_UNIX, path, 0)
 
 
 def _is_stale(path: str) -> bool:

@@ -196,10 +196,11 @@ class Job:
         port: int = head.link("listen", "127.0.0.1") if len(self.hosts) > 1 else 0
         for host in self.hosts:
             host.ranks[0].do("configure", self.config(host.node, port, **changes))
-        wait_until(self._all_seen, PATIENCE_S, "all hosts to join the watch")
+        wait_until(self.all_seen, PATIENCE_S, "all hosts to join the watch")
         return port
 
-    def _all_seen(self) -> bool:
+    def all_seen(self) -> bool:
+        """Whether the head's watcher hears those of all hosts."""
         view = self.hosts[0].ranks[0].link("view", 5.0)
         return all(host["seen_s_ago"] is not None for host in view["hosts"])
 

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from spmd_serve.liveness import Verdict, WatchConfig, WatcherLink, start_watcher
+from spmd_serve.liveness.link import end_process
 from spmd_serve.process import die_with_parent_in_children
 
 _writing = threading.Lock()
@@ -42,9 +43,8 @@ class Commands:
         def on_end() -> None:
             say({"event": "end", "at": time.monotonic()})
 
-        verdict = {} if default_verdict else {"on_verdict": on_verdict}
         self.link = WatcherLink.connect(
-            address, hello, deadline_s, on_drain=on_drain, on_end=on_end, **verdict
+            address, hello, deadline_s, end_process if default_verdict else on_verdict, on_drain, on_end
         )
         return self.link.watcher_pid
 
@@ -88,6 +88,10 @@ class Commands:
             time.sleep(60)
             os._exit(0)
         return child
+
+    def reset_stacks_signal(self) -> None:
+        """What a child may do that was forked by a member."""
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
     def fail_and_exit(self, cause: str, peer: bool, code: int) -> None:
         """Report, and end at once."""

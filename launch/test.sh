@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Installs what the tests need and runs all of them; arguments go to pytest (launch/test.sh -k hosts).
+set -euo pipefail
+# shellcheck source=launch/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+# Simulated hosts need `ip`; without root their tests skip and say so.
+if ! command -v ip >/dev/null && ((EUID == 0)); then
+    run_step "installing iproute2" bash -c 'apt-get update && apt-get install --yes --no-install-recommends iproute2'
+fi
+use_environment cpu quickstart test
+cd "$ROOT"
+exec "$PYTHON" -m pytest "$@"

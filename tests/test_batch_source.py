@@ -1,0 +1,130 @@
+"""Inputs: files, URLs and pipes, read as a stream of numbered lines."""
+
+import asyncio
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from spmd_serve.batch import source as module
+from spmd_serve.batch.source import Fingerprint, Source
+from spmd_serve.errors import UsageError
+
+LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
+
+
+def read(source: Source, new_loop: NewLoop = asyncio.new_event_loop) -> list[tuple[int, bytes]]:
+    async def collect() -> list[tuple[int, bytes]]:
+        return [item async for item in source.lines()]
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(asyncio.wait_for(collect(), 20))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 1 << 18])
+@LOOPS
+def test_lines_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, new_loop: NewLoop) -> None:
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    content = b"\xef\xbb\xbfone\r\n\n  \ntwo two\n\nlast"
+    (tmp_path / "in").write_bytes(content)
+    source = Source.open(str(tmp_path / "in"))
+    assert source.identify() == Fingerprint(len(content), hashlib.sha256(content).hexdigest(), 3)
+    lines = read(source, new_loop)
+    assert [(number, line.strip()) for number, line in lines] == [(1, b"one"), (4, b"two two"), (6, b"last")]
+    assert read(source) == lines
+    source.close()
+    source.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n \n"])
+def test_empty_files(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "in").write_bytes(content)
+    source = Source.open(str(tmp_path / "in"))
+    fingerprint = source.identify()
+    assert fingerprint is not None and (fingerprint.size, fingerprint.lines) == (len(content), 0)
+    assert read(source) == []
+    source.close()
+
+
+@LOOPS
+def test_a_pipe_does_not_hold_up_the_loop(tmp_path: Path, new_loop: NewLoop) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)
+    source = Source.open(str(tmp_path / "pipe"))
+    assert source.is_pipe and source.identify() is None
+
+    async def talk() -> list[tuple[int, bytes]]:
+        nonlocal writer
+        lines = source.lines()
+        os.write(writer, b"one\ntw")
+        got = [await anext(lines)]
+        waiting = asyncio.ensure_future(anext(lines))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        os.write(writer, b"o\nthree")
+        got.append(await waiting)
+        os.close(writer)
+        writer = -1
+        return [*got, *[item async for item in lines]]
+
+    try:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            got = runner.run(asyncio.wait_for(talk(), 20))
+    finally:
+        if writer >= 0:
+            os.close(writer)
+    assert got == [(1, b"one"), (2, b"two"), (3, b"three")]
+    source.close()
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        Source.open(str(tmp_path / "none"))
+    with pytest.raises(UsageError, match="is a directory"):
+        Source.open(str(tmp_path))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        known = self.path == "/in.jsonl"
+        self.send_response(200 if known else 404)
+        self.send_header("Content-Length", "9")
+        self.end_headers()
+        self.wfile.write(b"one\ntwo\n\n")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def web_server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+def test_url(tmp_path: Path) -> None:
+    with web_server() as address:
+        source = Source.open(f"{address}/in.jsonl", str(tmp_path))
+        assert os.listdir(tmp_path) == []
+        fingerprint = source.identify()
+        assert fingerprint is not None and fingerprint.lines == 2
+        assert read(source) == [(1, b"one"), (2, b"two")]
+        source.close()
+        with pytest.raises(UsageError, match=r"cannot be fetched: HTTP Error 404"):
+            Source.open(f"{address}/none")
+    with pytest.raises(UsageError, match=r"cannot be fetched: .*refused"):
+        Source.open(f"{address}/in.jsonl")
