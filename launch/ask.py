@@ -6,9 +6,11 @@ to be ready first. Standard library only. Exit code 1, with one line of why, whe
 
 import argparse
 import json
+import re
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 POLL_S = 0.5
 DOT_EVERY_S = 5.0
@@ -19,22 +21,25 @@ class NoAnswerError(Exception):
     """Why there is no answer: one line for a person."""
 
 
-def wait_ready(url: str, limit_s: float, pid: int | None) -> float:
-    """Waits until /health answers 200 and returns the seconds that took; `pid` is the server's, if known."""
+def wait_ready(url: str, limit_s: float, pid: int | None, log: Path | None) -> float:
+    """Waits until /health answers 200 and returns the seconds that took; `pid` and `log` are the server's."""
     began = dotted = time.monotonic()
     print("waiting for the server to be ready ", end="", flush=True)
-    while not _healthy(url):
+    problem = None
+    while problem is None and not _healthy(url):
         now = time.monotonic()
         if now - began > limit_s:
-            raise NoAnswerError(f"not ready after {limit_s:.0f} s")
-        if pid is not None and not _running(pid):
-            raise NoAnswerError("the server ended before it was ready")
-        if now - dotted >= DOT_EVERY_S:
+            problem = f"not ready after {limit_s:.0f} s"
+        elif pid is not None and not _running(pid):
+            problem = "the server ended before it was ready"
+        elif now - dotted >= DOT_EVERY_S:
             dotted = now
             print(".", end="", flush=True)
         time.sleep(POLL_S)
     took = time.monotonic() - began
-    print(f" ready ({took:.0f} s)", flush=True)
+    print(f"{'ready' if problem is None else 'failed'} ({took:.0f} s)", flush=True)
+    if problem is not None:
+        raise NoAnswerError(problem + _last_words(log))
     return took
 
 
@@ -65,6 +70,16 @@ def _healthy(url: str) -> bool:
         return False
 
 
+def _last_words(log: Path | None) -> str:
+    """What the server's log says last: spmd_serve's own last line, else the last one that holds words."""
+    if log is None:
+        return ""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = [line.strip() for line in lines if re.search("[a-z]", line)]
+    own = [line for line in lines if line.startswith("spmd_serve")]
+    return f": {(own or lines or ['its log is empty'])[-1]} (all of it in {log})"
+
+
 def _running(pid: int) -> bool:
     """Whether the process runs; one that has ended but was not waited for yet does not."""
     try:
@@ -82,14 +97,15 @@ def main() -> int:
         "--wait", type=float, metavar="SECONDS", help="first wait this long at most for it to be ready"
     )
     parser.add_argument("--pid", type=int, help="the server's process: do not wait for one that has ended")
+    parser.add_argument("--log", type=Path, help="the server's log: its last line is shown where it fails")
     arguments = parser.parse_args()
     try:
         if arguments.wait is not None:
-            wait_ready(arguments.url, arguments.wait, arguments.pid)
+            wait_ready(arguments.url, arguments.wait, arguments.pid, arguments.log)
         print(f"question: {arguments.question}", flush=True)
         print(f"answer: {ask(arguments.url, arguments.question)}", flush=True)
     except NoAnswerError as error:
-        print(f"\nask: {error}", file=sys.stderr)
+        print(f"ask: {error}", file=sys.stderr)
         return 1
     return 0
 

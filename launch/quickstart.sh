@@ -64,8 +64,10 @@ say "starting: ${COMMAND[*]}"
 PATH="$(dirname "$PYTHON"):$PATH" "${COMMAND[@]}" >"$LOG" 2>&1 &
 SERVER_PID=$!
 
-"$PYTHON" "$ROOT/launch/ask.py" "http://127.0.0.1:$PORT" "$QUESTION" --wait "$READY_LIMIT_S" --pid "$SERVER_PID" ||
-    fail "no answer: $(grep -v '^[[:space:]]*$' "$LOG" | tail -n 1) (all of it in $LOG)"
+# In the background, so that a signal gets through meanwhile. It says by itself why there is no answer.
+"$PYTHON" "$ROOT/launch/ask.py" "http://127.0.0.1:$PORT" "$QUESTION" \
+    --wait "$READY_LIMIT_S" --pid "$SERVER_PID" --log "$LOG" &
+wait $! || exit 1
 
 if [[ "$ONCE" == yes ]]; then exit 0; fi
 cat <<END
@@ -77,4 +79,4 @@ $NAME: serving on http://127.0.0.1:$PORT until Ctrl-C; its log is $LOG. Try:
 END
 code=0
 wait "$SERVER_PID" || code=$?
-fail "the server ended by itself (exit code $code): $(tail -n 1 "$LOG") (all of it in $LOG)"
+fail "the server ended by itself with exit code $code: $(tail -n 1 "$LOG") (all of it in $LOG)"

@@ -61,5 +61,7 @@ def read_key(path: str) -> bytes:
     except OSError as problem:
         raise UsageError(f"--control-key-file {path} cannot be read: {problem.strerror}") from problem
     if not key:
-        raise UsageError(f"--control-key-file {path} is empty: write a secret into it (head -c 32 /dev/urandom)")
+        raise UsageError(
+            f"--control-key-file {path} is empty: write a secret into it (head -c 32 /dev/urandom)"
+        )
     return key

@@ -49,7 +49,7 @@ class Flags:
     )
     lb: str = _flag(
         "internal",
-        "data parallel: one endpoint for all replicas (internal), per node (hybrid) or per replica (external)",
+        "data parallel: one endpoint for all replicas (internal), a node (hybrid) or a replica (external)",
         choices=("internal", "hybrid", "external"),
     )
     probe_port: int | None = _flag(
@@ -176,7 +176,9 @@ def refuse(given: Mapping[str, object], defaults: Mapping[str, object]) -> None:
         if name in REFUSED:
             raise UsageError(f"{flag} cannot be used under torchrun: {REFUSED[name]}")
     if given.get("data_parallel_backend") not in (None, "mp"):
-        raise UsageError("--data-parallel-backend: only mp makes sense here; leave it out (no Ray under torchrun)")
+        raise UsageError(
+            "--data-parallel-backend: only mp makes sense here; leave it out (no Ray under torchrun)"
+        )
     if given.get("mm_processor_cache_type") == "shm":
         raise UsageError("--mm-processor-cache-type shm needs ranks forked by the server: write lru instead")
 

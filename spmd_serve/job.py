@@ -23,7 +23,7 @@ WATCHER_TIMEOUT_S = 30.0
 GRACE_S = 2.0
 """How long a process may take to end by itself after the verdict; the watcher then kills it."""
 LAST_WORDS_S = 1.2
-"""How long rank 0 stays after the verdict, so that the API server can tell its clients (it dies with rank 0)."""
+"""How long rank 0 stays after the verdict, so that the API server, which dies with it, can tell its clients."""
 END_S = 20.0
 """How long a rank waits for its driver's stop message once the job's normal end is announced."""
 
@@ -31,7 +31,7 @@ END_S = 20.0
 class Job:
     """The job as this rank sees it; made by `enter`, which returns when all ranks have met.
 
-    Whatever happens to another process of the job ends this one too, from a thread of the link to the watcher.
+    Whatever happens to another process of the job ends this one too, from a thread of the watcher's link.
     """
 
     def __init__(self, flags: Flags, env: TorchrunEnv) -> None:
@@ -101,7 +101,9 @@ class Job:
             if me.rank == 0:
                 address = me.address
                 put_json(store, "watch", [address, self.link.listen(address)])
-            address, port = get_json(store, "watch", flags.join_timeout, "the watcher's address", "rank 0", self.say)
+            address, port = get_json(
+                store, "watch", flags.join_timeout, "the watcher's address", "rank 0", self.say
+            )
             self.link.configure(
                 WatchConfig(
                     node=me.node,

@@ -51,14 +51,16 @@ def run(early: Early) -> int:
 
 
 def report(problem: BaseException, *, quiet: bool = False) -> None:
-    """Print one line (not with `quiet`), and leave it to torchrun's summary, by its error file, as the cause."""
+    """Print one line (not with `quiet`), and leave it as the cause to torchrun's summary (error file)."""
     rank = os.environ.get("RANK")
     where = f"rank {rank} on {host_name()}" if rank is not None else host_name()
     if isinstance(problem, SpmdError) and not quiet:
         print(f"spmd_serve: {where}: error: {problem}", file=sys.stderr, flush=True)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is not None:
-        text = str(problem) if isinstance(problem, SpmdError) else "".join(traceback.format_exception(problem))
+        text = (
+            str(problem) if isinstance(problem, SpmdError) else "".join(traceback.format_exception(problem))
+        )
         extra = {"py_callstack": f"{where}: {text}", "timestamp": str(int(time.time()))}
         try:
             Path(error_file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))

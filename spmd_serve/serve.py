@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_serve import cores
 from spmd_serve.control import ControlSpec
-from spmd_serve.errors import ExitCode, PeerLost
-from spmd_serve.flags import Early
+from spmd_serve.errors import ExitCode, PeerLost, UsageError
+from spmd_serve.flags import Early, host_name
 from spmd_serve.job import LAST_WORDS_S, Job
 from spmd_serve.topology import Layout
 
@@ -78,9 +78,20 @@ def agree(job: Job, early: Early) -> tuple[argparse.Namespace, Layout]:
             hosts=membership.cluster.hosts,
         )
         apply_layout(args, layout)
-    fingerprint = collect(flag_values(args), os.environ, args.model)
+    with job.voting("the model's files"):
+        check_model(args.model)
+        fingerprint = collect(flag_values(args), os.environ, args.model)
     compare(membership.store, membership.me, membership.cluster, fingerprint, job.flags.join_timeout, job.say)
     return args, layout
+
+
+def check_model(model: str) -> None:
+    """Raises UsageError for what is meant as a directory and is none here (it would be asked of the hub)."""
+    path = os.path.expanduser(model)
+    if model.startswith(("/", "./", "../", "~")) and not os.path.exists(path):
+        raise UsageError(
+            f"--model {model} does not exist on {host_name()}: every node needs the model at the same path"
+        )
 
 
 def control_spec(job: Job, layout: Layout) -> ControlSpec:
@@ -157,7 +168,7 @@ def run_shard(job: Job, config: Any, spec: ControlSpec) -> None:
     from spmd_serve.engine.shard import Shard, check_layout, open_world, place_config
 
     me = job.membership.me
-    cores.bind(cores.machine_share(spec.cluster, me, sorted(os.sched_getaffinity(0))))
+    place_on_cores(job, spec)
     job.link.slot.state("loading")
     place_config(config, spec, me)
     open_world(config, job.membership.store, spec, me)
@@ -166,6 +177,16 @@ def run_shard(job: Job, config: Any, spec: ControlSpec) -> None:
     job.serving = True
     shard.obey()
     job.link.leaving()
+
+
+def place_on_cores(job: Job, spec: ControlSpec) -> None:
+    """Bind this rank to its share of the machine's cores, which several agents of one machine share too."""
+    import torch
+
+    mine = cores.machine_share(spec.cluster, job.membership.me, sorted(os.sched_getaffinity(0)))
+    cores.bind(mine)
+    # OMP_NUM_THREADS was set before agents of the same machine knew of each other; a user's value stays.
+    torch.set_num_threads(min(torch.get_num_threads(), max(len(mine), 1)))
 
 
 def end(job: Job, api: "ApiServer | None") -> int:

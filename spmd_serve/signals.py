@@ -9,7 +9,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def on_ending_signal(callback: Callable[[signal.Signals], None]) -> None:
-    """Call `callback(number)` from a thread of its own for every SIGTERM and SIGINT. Call from the main thread.
+    """Call `callback(number)` from a thread for every SIGTERM and SIGINT. Call from the main thread.
 
     Python runs its handlers only between two bytecodes of the main thread; the C-level handler writes the
     number into a pipe at once (`signal.set_wakeup_fd`), and a thread reads it.

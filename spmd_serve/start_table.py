@@ -28,7 +28,9 @@ def start_table(cluster: Cluster, layout: Layout, urls: Mapping[str, Sequence[in
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
     for url, replicas in urls.items():
         behind = "" if layout.dp == 1 else f"  (replicas {', '.join(map(str, replicas))})"
         lines.append(f"{url}{behind}")

@@ -28,7 +28,9 @@ def vote(
     verdict_key = f"vote/{what}/verdict"
     if me.rank == 0:
         put_json(store, verdict_key, _count(store, cluster, what, timeout_s, say))
-    verdict = get_json(store, verdict_key, timeout_s + _LATER_S, f"the vote on {what}", str(cluster.ranks[0]), say)
+    verdict = get_json(
+        store, verdict_key, timeout_s + _LATER_S, f"the vote on {what}", str(cluster.ranks[0]), say
+    )
     if verdict is None:
         return
     leave_together(store, f"vote/{what}/told", len(cluster.ranks))

@@ -63,9 +63,22 @@ def _maker(shape: type[Rig], port: int) -> Iterator[Make]:
         rig.close()
 
 
-def start(children: Children, rig: Rig, rank: Callable[[int, Any], object]) -> list[Child]:
-    """A process per rank that opens its inbox and runs `rank(number, inbox)`."""
-    return [children.start(lambda number=number: rank(number, rig.inbox(number))) for number in rig.ranks]  # type: ignore[misc]
+def start(
+    children: Children, rig: Rig, rank: Callable[[int, Any], object], *, together: bool = True
+) -> list[Child]:
+    """A process per rank that opens its inbox and runs `rank(number, inbox)`.
+
+    `together`: none leaves before all are through, for who has left is a lost peer to the others.
+    """
+
+    def run(number: int) -> object:
+        result = rank(number, rig.inbox(number))
+        if together:
+            tell(rig, number, "through")
+            until_all_ended(rig, "through")
+        return result
+
+    return [children.start(lambda number=number: run(number)) for number in rig.ranks]  # type: ignore[misc]
 
 
 def drive(children: Children, rig: Rig, driver: Callable[[Any], object]) -> Child:
@@ -326,7 +339,7 @@ def test_a_killed_rank_does_not_hold_anybody_for_ever(make: Make, children: Chil
         timer.cancel()
         return "out"
 
-    ranks = start(children, rig, rank)
+    ranks = start(children, rig, rank, together=False)
     sender = drive(children, rig, driver)
     children.start(lambda: until_all_ended(rig, "ready")).result()
     os.kill(ranks[-1].pid, signal.SIGKILL)
@@ -457,7 +470,10 @@ def test_two_channels_in_one_store(make: Make, children: Children) -> None:
 
     def rank(number: int) -> list[Any]:
         first, second = both(lambda rig: rig.inbox(number))
-        return [take(first, 20), [len(part) for part in take(second, 20)]]
+        return [
+            list(pair)
+            for pair in zip(*[(*take(first, 1), len(*take(second, 1))) for _ in range(20)], strict=True)
+        ]
 
     ranks = [children.start(lambda number=number: rank(number)) for number in rigs[0].ranks]  # type: ignore[misc]
     children.start(driver).result()

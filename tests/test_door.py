@@ -56,7 +56,7 @@ def test_a_restart_is_not_refused_for_old_connections() -> None:
 
 
 def test_an_address_that_is_not_ours_is_named() -> None:
-    with pytest.raises(UsageError, match="--host 192.0.2.1 is not an address of this host"):
+    with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1 is not an address of this host"):
         open_door("192.0.2.1", 0, None)
 
 

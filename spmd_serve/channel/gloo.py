@@ -79,10 +79,11 @@ class GlooLane:
         self._group = None
 
     def _lost(self, error: RuntimeError) -> PeerLost:
-        text = str(error)
-        if text.startswith("["):  # "[/pytorch/…/pair.cc:537] Connection closed by peer [10.0.0.2]:4711"
+        # "[/pytorch/…/pair.cc:537] Connection closed by peer [10.0.0.2]:4711. This is typically caused by …"
+        text = str(error).partition("\n")[0].partition(". This is typically")[0]
+        if text.startswith("["):
             text = text.partition("] ")[2]
-        return PeerLost(f"lost {self._peers}: {text.partition(chr(10))[0]}")
+        return PeerLost(f"lost {self._peers}: {text}")
 
 
 def open_outbox(

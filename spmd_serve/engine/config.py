@@ -46,7 +46,7 @@ def make_parser() -> ServeParser:
 def parse_serve(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and validate a serve command line. Raises UsageError, one line, for anything wrong in it."""
     parser = make_parser()
-    args = parser.parse_args(list(argv))
+    args: argparse.Namespace = parser.parse_args(list(argv))
     if args.model_tag is not None:
         args.model = args.model_tag
     defaults = {action.dest: action.default for action in parser._actions}

@@ -42,7 +42,7 @@ class DriverOutbox:
         self.sent_at = time.monotonic()
 
     def enqueue(self, obj: object, timeout: float | None = None) -> None:
-        """Send (method, args, kwargs, output_rank); TimeoutError when a rank takes nothing for `timeout` s."""
+        """Send (method, args, kwargs, output_rank); TimeoutError if a rank takes nothing in `timeout` s."""
         with self._lock:
             for way in self._ways:
                 way.enqueue(obj, timeout)

@@ -48,15 +48,15 @@ class TorchrunExecutor(MultiprocExecutor):
             raise UsageError("TorchrunExecutor runs only under `torchrun -m spmd_serve` or spmd_serve.LLM")
         spec = ControlSpec.from_json(plain)
         replica = self.parallel_config.data_parallel_index
-        self.workers = []
+        self.workers: list[Any] = []  # what vLLM's own shutdown and monitor look at
         self._spec = spec
         self._replica = replica
         self._watch = DriverWatch.open(spec, replica, on_failure=self._fail)
         self._channel = DriverChannel(spec, replica)
         self._channel.open()
-        self.rpc_broadcast_mq = self._channel.outbox
-        self.response_mqs = self._channel.replies
-        self.futures_queue = deque()
+        self.rpc_broadcast_mq: Any = self._channel.outbox
+        self.response_mqs: list[Any] = self._channel.replies
+        self.futures_queue: deque[Any] = deque()
         self.output_rank = self._get_output_rank()
         assert spec.layout.output_rank(replica) == spec.layout.first_rank(replica) + self.output_rank
         self._channel.start_heartbeat()
@@ -106,7 +106,7 @@ class TorchrunExecutor(MultiprocExecutor):
 
     def determine_available_memory(self) -> list[int]:
         """Bytes free for KV cache on each rank; vLLM takes the smallest, the log says whose that is."""
-        sizes = super().determine_available_memory()
+        sizes: list[int] = super().determine_available_memory()
         smallest = min(range(len(sizes)), key=sizes.__getitem__)
         info = self._spec.cluster.ranks[self._spec.layout.first_rank(self._replica) + smallest]
         logger.info(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
 from spmd_serve import codec
 from spmd_serve.channel.base import ChannelSpec, ChannelStopped
@@ -19,7 +20,7 @@ from spmd_serve.control import ControlSpec
 from spmd_serve.engine.ring import RingInbox, RingOutbox
 from spmd_serve.errors import PeerLost
 from spmd_serve.liveness import BoardSlot, NullSlot
-from spmd_serve.store import Store, get_json, put_json
+from spmd_serve.store import get_json, put_json
 from spmd_serve.topology import RankInfo
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ FOREVER_S = 365 * 24 * 3600.0
 """Loading takes as long as it takes: who dies or hangs meanwhile is the watcher's business, which ends us."""
 
 RING_CHUNK_BYTES = 4 << 20
-"""Slot size of rings that carry replies, or what a relay received; a longer message goes over their socket."""
+"""Slot size of rings that carry replies, or what a relay received; longer ones go over their socket."""
 
 
 def ring_key(replica: int, leader: int | None) -> str:
@@ -75,7 +76,7 @@ class RankInbox:
         self._slot = slot
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
-        """The next (method, args, kwargs, output_rank). Raises EndOfJob, TimeoutError, PeerLost, ChannelClosed."""
+        """The next (method, args, kwargs, output_rank). EndOfJob, TimeoutError, PeerLost, ChannelClosed."""
         while True:
             try:
                 message = self._source.dequeue(timeout=timeout, indefinite=indefinite)
@@ -105,7 +106,9 @@ class EndOfJob(Exception):
 class RelayedRing:
     """On another host's leader: feeds the host's ring from the network, and reads it like its neighbours."""
 
-    def __init__(self, source: BroadcastInbox, ring: RingOutbox, on_error: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, source: BroadcastInbox, ring: RingOutbox, on_error: Callable[[BaseException], None]
+    ) -> None:
         self._source, self._ring, self._on_error = source, ring, on_error
         self._reader = RingInbox(ring.address, 0, encoded=True)
         self._relay: Relay | None = None
@@ -134,7 +137,7 @@ class RankChannel:
         self,
         spec: ControlSpec,
         me: RankInfo,
-        store: Store,
+        store: TorchStore,
         slot: BoardSlot | NullSlot,
         on_error: Callable[[BaseException], None],
     ) -> None:
@@ -217,4 +220,6 @@ class RankChannel:
         )
 
     def _get(self, key: str) -> Any:
-        return get_json(self._store, key, FOREVER_S, "the control channel's address", "the driver", logger.info)
+        return get_json(
+            self._store, key, FOREVER_S, "the control channel's address", "the driver", logger.info
+        )

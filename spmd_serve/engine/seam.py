@@ -14,7 +14,15 @@ from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor
 
 from spmd_serve.errors import UsageError
 
-__all__ = ["Handle", "MessageQueue", "MultiprocExecutor", "WorkerProc", "check", "fork_engine_cores", "quieten"]
+__all__ = [
+    "Handle",
+    "MessageQueue",
+    "MultiprocExecutor",
+    "WorkerProc",
+    "check",
+    "fork_engine_cores",
+    "quieten",
+]
 
 WRITTEN_FOR = "0.32"
 

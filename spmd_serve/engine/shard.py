@@ -1,4 +1,4 @@
-"""What a rank does all day: build its shard of the engine, then obey its driver's messages until told to stop."""
+"""What a rank does all day: build its shard, then obey its driver's messages until told to stop."""
 
 import gc
 import logging
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 from vllm.platforms import current_platform
 
 from spmd_serve.control import ControlSpec
@@ -16,7 +18,6 @@ from spmd_serve.engine.rank_channel import EndOfJob, RankChannel
 from spmd_serve.engine.seam import WorkerProc
 from spmd_serve.errors import PeerLost
 from spmd_serve.liveness import WatcherLink
-from spmd_serve.store import Store
 from spmd_serve.topology import RankInfo
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Shard(WorkerProc):
         vllm_config: Any,
         spec: ControlSpec,
         me: RankInfo,
-        store: Store,
+        store: TorchStore,
         link: WatcherLink,
     ) -> None:
         self._spec = spec
@@ -67,13 +68,13 @@ class Shard(WorkerProc):
         channel.open()
         self.rpc_broadcast_mq = channel.inbox
         self.worker_response_mq = channel.reply
-        self.peer_response_handles = []
+        self.peer_response_handles: list[Any] = []
 
     def _link_lost(self, problem: BaseException) -> None:
         self._link.failed(str(problem), peer=isinstance(problem, PeerLost))
 
     def _execute_and_sample(self, scheduler_output: Any) -> Any:
-        """One step of a batch that needs no grammar bitmask; the sampled output, or what execute_model gave."""
+        """One step of a batch without grammar bitmask: the sampled output, or what execute_model gave."""
         output = self._execute_model(scheduler_output)
         return self._sample_tokens(None) if output is None else output
 
@@ -142,7 +143,7 @@ def place_config(vllm_config: Any, spec: ControlSpec, me: RankInfo) -> None:
     parallel.data_parallel_rank_local = me.local_rank // spec.layout.replica_size
 
 
-def open_world(vllm_config: Any, store: dist.Store, spec: ControlSpec, me: RankInfo) -> None:
+def open_world(vllm_config: Any, store: TorchStore, spec: ControlSpec, me: RankInfo) -> None:
     """Make the default process group that vLLM then uses as it is.
 
     Dense replicas are worlds of their own; MoE replicas share one world of DP·PP·TP ranks.
@@ -154,7 +155,7 @@ def open_world(vllm_config: Any, store: dist.Store, spec: ControlSpec, me: RankI
     seconds = vllm_config.parallel_config.distributed_timeout_seconds
     dist.init_process_group(
         backend=world_backend(),
-        store=dist.PrefixStore(name, store),
+        store=PrefixStore(name, store),
         rank=me.rank if shared else me.rank - layout.first_rank(replica),
         world_size=layout.world_size if shared else layout.replica_size,
         timeout=timedelta(seconds=seconds) if seconds else None,
@@ -187,4 +188,6 @@ def check_layout(spec: ControlSpec, me: RankInfo) -> None:
 
     coords = spec.layout.coords(me.rank)
     theirs = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
-    assert theirs == (coords.pp, coords.tp), f"rank {me.rank}: our layout says {coords}, vLLM's (pp, tp) {theirs}"
+    assert theirs == (coords.pp, coords.tp), (
+        f"rank {me.rank}: our layout says {coords}, vLLM's (pp, tp) {theirs}"
+    )

@@ -1,5 +1,6 @@
 """The processes above a watcher: the rank that forked it, and the torchrun agent above that."""
 
+import contextlib
 import os
 from typing import Protocol
 
@@ -7,6 +8,7 @@ from spmd_serve.liveness import words
 from spmd_serve.liveness.judge import Accusation, Weight
 from spmd_serve.liveness.loop import Loop
 from spmd_serve.liveness.members import Members
+from spmd_serve.liveness.proc import ProcFile
 
 
 class FamilyCourt(Protocol):
@@ -34,9 +36,13 @@ class Family:
         self._members = members
         self._parent = parent[0]
         self._parent_alive = True
+        self._agent = agent
+        self._agent_stat: ProcFile | None = None
         loop.watch_end(parent[1], lambda _events: self._parent_gone(parent[1]))
         if agent is not None:
-            loop.watch_end(agent[1], lambda _events: self._agent_gone(*agent))
+            loop.watch_end(agent[1], lambda _events: self._agent_gone())
+            with contextlib.suppress(OSError):  # gone already, which the pidfd tells
+                self._agent_stat = ProcFile(agent[0])
 
     def _parent_said_hello(self) -> bool:
         return any(member.pid == self._parent for member in self._members.all)
@@ -54,8 +60,20 @@ class Family:
             who = words.member("local rank 0", self._parent, self._court.host)
             self._accuse(self._parent, Weight.WORDLESS, words.ended(who, None, False))
 
-    def _agent_gone(self, pid: int, pidfd: int) -> None:
+    def look(self) -> None:
+        """At a member's death: the agent's may be its cause, though the agent's last thread still runs."""
+        if self._agent is not None and self._agent_stat is not None:
+            look = self._agent_stat.read()
+            if look is None or look.dying:
+                self._agent_gone()
+
+    def _agent_gone(self) -> None:
+        if self._agent is None:
+            return
+        (pid, pidfd), self._agent = self._agent, None
         self._close(pidfd)
+        if self._agent_stat is not None:
+            self._agent_stat.close()
         self._accuse(pid, Weight.OWN, words.agent_gone(pid, self._court.host))
 
     def _close(self, pidfd: int) -> None:

@@ -76,7 +76,11 @@ class Watcher:
                 self.members.poll()
             if self.now >= self._next_beat:
                 self._next_beat = self.now + self._beat_s
-                self._beat()
+                self.members.beat()
+                if self.head is not None:
+                    self.head.tick()
+                if self.uplink is not None:
+                    self.uplink.tick(self.members.table())
             self._judge()
             if self._may_leave():
                 return
@@ -84,13 +88,6 @@ class Watcher:
     def _sleep_s(self) -> float:
         times = [self._next_poll, self._next_beat, self._kill_at, None if self.over else self._jury.due()]
         return max(0.0, min(at for at in times if at is not None) - self.now)
-
-    def _beat(self) -> None:
-        self.members.beat()
-        if self.head is not None:
-            self.head.tick()
-        if self.uplink is not None:
-            self.uplink.tick(self.members.table())
 
     @property
     def now(self) -> float:
@@ -114,6 +111,10 @@ class Watcher:
             self.uplink.tell({"t": "accuse", "accusation": accusation.to_json()})
         if accusation.weight in (Weight.HUNG, Weight.IDLE_DRIVER, Weight.IDLE):
             self.ask_for_stacks()
+
+    def somebody_died(self) -> None:
+        """Before a member is accused of it: is it the end of its ancestors?"""
+        self._family.look()
 
     def withdraw(self, key: str) -> None:
         """The accused has shown life before the verdict."""

@@ -167,5 +167,3 @@ def serve_http(args: argparse.Namespace, door: Door, url: str, fork_engines: boo
 
     signal.signal(signal.SIGTERM, interrupt_loading)
     uvloop.run(entry.run_server_worker(url, door.sock, args))
-
-

@@ -67,7 +67,9 @@ def _why_not(problem: OSError, host: str | None, port: int) -> str:
     if problem.errno == errno.EADDRINUSE:
         return f"--port {port} is taken by another process on this host: stop it, or give another --port"
     if problem.errno == errno.EADDRNOTAVAIL:
-        return f"--host {host} is not an address of this host: leave it out (all addresses) or name one of them"
+        return (
+            f"--host {host} is not an address of this host: leave it out (all addresses) or name one of them"
+        )
     if problem.errno == errno.EACCES:
         return f"--port {port} needs more rights than this user has: give a --port above 1023"
     return f"--host {host or '0.0.0.0'} --port {port} cannot be bound: {problem.strerror or problem}"
