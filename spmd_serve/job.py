@@ -24,8 +24,8 @@ GRACE_S = 2.0
 """How long a process may take to end by itself after the verdict; the watcher then kills it."""
 LAST_WORDS_S = 1.2
 """How long rank 0 stays after the verdict, so that the API server, which dies with it, can tell its clients."""
-END_S = 20.0
-"""How long a rank waits for its driver's stop message once the job's normal end is announced."""
+END_S = 5.0
+"""How long a rank may still be busy once the job's normal end is announced."""
 
 
 class Job:
@@ -40,6 +40,7 @@ class Job:
         self.own_cores: list[int] = []
         self.serving = False
         """From when on the driver's stop message, not the announced end, ends this rank."""
+        self._ended = threading.Event()
         self._on_drain: Callable[[str], None] | None = None
         self._drain_asked: str | None = None
         self._before_exit: Callable[[], None] | None = None
@@ -212,11 +213,26 @@ class Job:
         os._exit(ExitCode.OK)
 
     def _end(self) -> None:
+        self._ended.set()
         if not self.serving:
             os._exit(ExitCode.OK)
-        timer = threading.Timer(END_S, os._exit, (ExitCode.FAILED,))
+        timer = threading.Timer(END_S, os._exit, (ExitCode.OK,))
         timer.daemon = True
         timer.start()
+
+    def leave_together(self, timeout_s: float) -> None:
+        """After this rank's driver has said stop: wait for the end of the whole job.
+
+        A torchrun agent whose ranks leave early waits for the others, and then for no longer than 300 s.
+        Raises PeerLost after `timeout_s` seconds.
+        """
+        self.link.leaving()
+        if not self._ended.wait(timeout_s):
+            raise PeerLost(f"the job's end was not announced within {timeout_s:.0f} s after its driver's stop")
+
+    def announce_end(self) -> None:
+        """On rank 0, when nothing is left to do: all ranks may leave."""
+        self.link.announce_end()
 
     def _verdict(self, verdict: Verdict) -> None:
         from spmd_serve.main import report

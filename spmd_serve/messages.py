@@ -1,9 +1,9 @@
 """The frames of the control channel: bytes <-> a checked header and its payload. Standard library only.
 
-Layout (little endian): magic "SP", version, kind, 4 zero bytes, sequence number (u64), payload length (u64);
-then, with a key set, 32 bytes of HMAC-SHA256 over header and payload; then the payload. The key of that
-HMAC is derived from the control key, the run's generation and the direction, so a frame of another run, or
-one sent back to where it came from, does not verify; the sequence number refuses a replay inside a run.
+Layout (little endian): magic "SP", version, kind, 1 if signed else 0 (u32), sequence number (u64), payload
+length (u64); if signed, 32 bytes of HMAC-SHA256 over header and payload; then the payload. The key of that
+HMAC is derived from the control key, the run's generation and the direction: a frame of another run, or one
+sent back to where it came from, does not verify. The sequence number refuses a replay inside a run.
 """
 
 import enum
@@ -115,7 +115,7 @@ class FrameWriter:
             raise MessageTooLong(
                 f"a control message of {length} bytes is longer than the limit of {self.max_bytes}"
             )
-        return HEADER.pack(MAGIC, VERSION, kind, 0, self.seq, length)
+        return HEADER.pack(MAGIC, VERSION, kind, self.seal.size > 0, self.seq, length)
 
 
 class FrameReader:
@@ -132,15 +132,18 @@ class FrameReader:
         """The header in the first bytes of `raw`; BadFrame unless it is exactly the one that is due."""
         if len(raw) < HEADER.size:
             raise self.bad(f"{len(raw)} bytes are no header")
-        magic, version, kind, zero, seq, length = HEADER.unpack_from(raw)
+        magic, version, kind, signed, seq, length = HEADER.unpack_from(raw)
         if magic != MAGIC:
             raise self.bad("it does not start with the magic number: not our protocol, or the stream is torn")
         if version != VERSION:
             raise self.bad(
                 f"protocol version {version}, this side speaks {VERSION}: install one version everywhere"
             )
-        if zero or kind not in _KINDS:
+        if kind not in _KINDS:
             raise self.bad(f"unknown kind {kind}")
+        if signed != (self.seal.size > 0):
+            here, there = ("has none", "has one") if signed else ("has one", "has none")
+            raise self.bad(f"this side {here}, the other {there}: give every host the same control key")
         if seq != self.seq:
             raise self.bad(
                 f"sequence number {seq} where {self.seq} was due: a frame was lost, repeated or forged"

@@ -37,8 +37,11 @@ def die_with_parent(expected_parent: int | None) -> None:
 
 
 def outlive_parent() -> None:
-    """Undo `die_with_parent` in a child that must first tell others of its parent's death."""
-    _prctl(_PR_SET_PDEATHSIG, 0)
+    """Undo `die_with_parent` in a child that must first tell others of its parent's death.
+
+    If it is stopped then, the kernel wakes it up (SIGCONT), so that it does not stay for ever.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def die_with_parent_in_children() -> None:

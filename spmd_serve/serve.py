@@ -38,7 +38,7 @@ def serve(early: Early) -> int:
         config = engine_config(job, args)
         api = start_api(job, args, spec, door, fork_engines, started)
         run_shard(job, config, spec)
-        return end(job, api)
+        return end(job, api, args.shutdown_timeout)
 
 
 def print_help(early: Early) -> int:
@@ -159,8 +159,8 @@ def _api_ended(job: Job, code: int) -> None:
     if code != 0:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         job.link.failed(f"the API server {how}: see its log above")
-    elif not job.link.has_ended:
-        job.link.announce_end()
+    else:
+        job.announce_end()
 
 
 def run_shard(job: Job, config: Any, spec: ControlSpec) -> None:
@@ -176,7 +176,6 @@ def run_shard(job: Job, config: Any, spec: ControlSpec) -> None:
     check_layout(spec, me)
     job.serving = True
     shard.obey()
-    job.link.leaving()
 
 
 def place_on_cores(job: Job, spec: ControlSpec) -> None:
@@ -189,11 +188,13 @@ def place_on_cores(job: Job, spec: ControlSpec) -> None:
     torch.set_num_threads(min(torch.get_num_threads(), max(len(mine), 1)))
 
 
-def end(job: Job, api: "ApiServer | None") -> int:
-    """All ranks leave together; rank 0 stays until its API server has sent its last byte."""
+def end(job: Job, api: "ApiServer | None", drain_s: float) -> int:
+    """All ranks leave together, when rank 0's API server has sent its last byte."""
     if api is None:
+        job.leave_together(drain_s + 2 * API_END_S)
         return ExitCode.OK
-    code = api.wait(API_END_S)
+    code = api.wait(drain_s + API_END_S)
     if code is None:
-        raise PeerLost(f"the API server (pid {api.process.pid}) has not ended within {API_END_S:.0f} s")
+        raise PeerLost(f"the API server (pid {api.process.pid}) has not ended in time after its engine")
+    job.announce_end()
     return ExitCode.OK if code == 0 else ExitCode.FAILED

@@ -16,6 +16,7 @@ Answer = TypeVar("Answer")
 FIRST_WORD_S = 3.0
 NEXT_WORD_S = 10.0
 _SILENT_S = 20.0
+_A_DAY_S = 24 * 3600.0
 _SHORTEST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.2
 
@@ -68,7 +69,8 @@ class Wait:
     def pause(self, what: Callable[[], str]) -> None:
         """Sleep a little, at first less; `what` names what is waited for, and is asked only to say it."""
         if time.monotonic() >= self._next_word:
-            self._say(f"waiting for {what()}; {max(self.left, 0):.0f} s left")
+            left = f"; {max(self.left, 0):.0f} s left" if self.left < _A_DAY_S else ""
+            self._say(f"waiting for {what()}{left}")
             self._next_word = time.monotonic() + NEXT_WORD_S
         time.sleep(min(self._pause, self.left) if self.left > 0 else self._pause)
         self._pause = min(self._pause * 1.3, _LONGEST_PAUSE_S)

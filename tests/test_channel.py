@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -105,15 +105,25 @@ def say_error(inbox: Any) -> list[str]:
         return [type(error).__name__, str(error)]
 
 
-def until_all_ended(rig: Rig, name: str) -> None:
-    """Wait, in one of the processes, until all ranks have said in the store that they have `name`."""
+def until_all_ended(rig: Rig, name: str, ranks: Sequence[int] = ()) -> None:
+    """Wait, in one of the processes, until the ranks (all) have said in the store that they are `name`."""
     store = rig.store()
-    for rank in rig.ranks:
+    for rank in ranks or rig.ranks:
         store.get(f"{rig.spec.name}/{name}/{rank}")
 
 
 def tell(rig: Rig, rank: int, name: str) -> None:
     rig.store().set(f"{rig.spec.name}/{name}/{rank}", "1")
+
+
+def tell_all(rig: Rig, name: str) -> None:
+    for rank in rig.ranks:
+        tell(rig, rank, name)
+
+
+def stay(_: object) -> None:
+    """A process that leaves closes its connections, which the others would notice."""
+    signal.pause()
 
 
 @pytest.mark.parametrize("key", [None, b"secret"])
@@ -195,7 +205,7 @@ def test_a_send_that_nobody_takes_fails_at_its_deadline_and_loses_nothing(
 ) -> None:
     rig = make_gloo()
 
-    def driver(outbox: Any) -> list[Any]:
+    def driver(outbox: Any) -> int:
         sent = 0
         with pytest.raises(
             PeerSilent, match=r"4 control frames .*rank 0 on host a, rank 1 on host b"
@@ -236,6 +246,7 @@ def test_heartbeats_are_seen_but_are_no_messages_and_never_wait(make: Make, chil
         rig.store().get(f"{rig.spec.name}/sent")
         got = inbox.dequeue(DEADLINE_S)
         tell(rig, number, "done")
+        until_all_ended(rig, "done")
         return [got, len(beats)]
 
     ranks = [children.start(lambda number=number: rank(number)) for number in rig.ranks]  # type: ignore[misc]
@@ -267,7 +278,7 @@ def test_shutdown_wakes_a_waiting_rank(make: Make, children: Children) -> None:
         return [woken[0], woken[1] - at < 1.0, the_end(inbox)]
 
     ranks = start(children, rig, rank)
-    drive(children, rig, lambda outbox: signal.pause())
+    drive(children, rig, stay)
     for child in ranks:
         assert child.result() == ["ChannelClosed", True, "ChannelClosed"]
 
@@ -281,7 +292,7 @@ def test_a_signal_handler_can_end_the_wait(make: Make, children: Children) -> No
         return the_end(inbox)
 
     ranks = start(children, rig, rank)
-    drive(children, rig, lambda outbox: signal.pause())
+    drive(children, rig, stay)
     children.start(lambda: until_all_ended(rig, "ready")).result()
     at = time.monotonic()
     for child in ranks:
@@ -344,7 +355,7 @@ def test_a_killed_rank_does_not_hold_anybody_for_ever(make: Make, children: Chil
     children.start(lambda: until_all_ended(rig, "ready")).result()
     os.kill(ranks[-1].pid, signal.SIGKILL)
     ranks[-1].wait_killed()
-    children.start(lambda: [tell(rig, number, "killed") for number in rig.ranks]).result()
+    children.start(lambda: tell_all(rig, "killed")).result()
     assert sender.result() < 4.0
     for child in ranks[:-1]:
         assert child.result() == "out"
@@ -358,7 +369,7 @@ def test_ranks_notice_that_their_driver_was_killed(make_gloo: Make, children: Ch
         return say_error(inbox)
 
     ranks = start(children, rig, rank)
-    sender = drive(children, rig, lambda outbox: [outbox.enqueue("hello"), signal.pause()])
+    sender = drive(children, rig, lambda outbox: stay(outbox.enqueue("hello")))
     with suppress(AssertionError):
         sender.result(1.0)
     os.kill(sender.pid, signal.SIGKILL)
@@ -399,8 +410,17 @@ def test_bad_frames_end_the_channel(
     make: Make, children: Children, tamper: Any, key: bytes | None, size: int, why: str
 ) -> None:
     rig = make(tamper=tamper, key=key, max_bytes=100_000)
-    ranks = start(children, rig, lambda _, inbox: say_error(inbox))
-    drive(children, rig, lambda outbox: [outbox.enqueue_encoded(bytes(size)), signal.pause()])
+
+    def rank(number: int, inbox: Any) -> list[str]:
+        if number not in rig.hears:
+            signal.pause()  # its process would be ended by its host's leader
+        error = say_error(inbox)
+        tell(rig, number, "through")
+        until_all_ended(rig, "through", rig.hears)
+        return error
+
+    ranks = start(children, rig, rank, together=False)
+    drive(children, rig, lambda outbox: stay(outbox.enqueue_encoded(bytes(size))))
     for number in rig.hears:
         name, text = ranks[rig.ranks.index(number)].result()
         assert name == BadFrame.__name__
@@ -451,7 +471,7 @@ def test_two_channels_in_one_store(make: Make, children: Children) -> None:
     def both(open_end: Callable[[Rig], Any]) -> list[Any]:
         ends: dict[int, Any] = {}
         threads = [
-            threading.Thread(target=lambda place=place, rig=rig: ends.update({place: open_end(rig)}))  # type: ignore[misc]
+            threading.Thread(target=lambda place=place, rig=rig: ends.update({place: open_end(rig)}))
             for place, rig in enumerate(rigs)
         ]
         for thread in threads:
@@ -470,10 +490,10 @@ def test_two_channels_in_one_store(make: Make, children: Children) -> None:
 
     def rank(number: int) -> list[Any]:
         first, second = both(lambda rig: rig.inbox(number))
-        return [
-            list(pair)
-            for pair in zip(*[(*take(first, 1), len(*take(second, 1))) for _ in range(20)], strict=True)
-        ]
+        got = [(*take(first, 1), len(*take(second, 1))) for _ in range(20)]
+        tell(rigs[0], number, "through")
+        until_all_ended(rigs[0], "through")
+        return [list(pair) for pair in zip(*got, strict=True)]
 
     ranks = [children.start(lambda number=number: rank(number)) for number in rigs[0].ranks]  # type: ignore[misc]
     children.start(driver).result()

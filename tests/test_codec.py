@@ -83,10 +83,10 @@ def same(left: Any, right: Any) -> bool:
 
 
 BUILTIN: list[Any] = [
-    None, True, 7, -(1 << 80), 1.5, "text", b"bytes", bytearray(b"array"), [1, [2]], (1, ("a",)), {"a": {1: 2}},
-    {1, 2}, frozenset({3}), 2 + 3j, slice(1, None, 2), range(3), collections.OrderedDict(a=1),
-    collections.deque([1, 2], maxlen=5), collections.defaultdict(list, {"a": [1]}), collections.Counter("aab"),
-    Fraction(1, 3), ("execute_model", (), {"kw": [None]}, 0),
+    None, True, 7, -(1 << 80), 1.5, "text", b"bytes", bytearray(b"array"), [1, [2]], (1, ("a",)),
+    {"a": {1: 2}}, {1, 2}, frozenset({3}), 2 + 3j, slice(1, None, 2), range(3), collections.OrderedDict(a=1),
+    collections.deque([1, 2], maxlen=5), collections.defaultdict(list, {"a": [1]}),
+    collections.Counter("aab"), Fraction(1, 3), ("execute_model", (), {"kw": [None]}, 0),
 ]  # fmt: skip
 
 

@@ -258,14 +258,14 @@ def test_the_view_of_the_head_is_the_whole_job(job: Job) -> None:
 def test_a_host_that_does_not_come_is_named(job: Job) -> None:
     head, other = job.host(0, 1), job.host(2)
     port = head.ranks[0].link("listen", "127.0.0.1")
-    head.ranks[0].do("configure", job.config(0, port, join_timeout=0.5))
+    head.ranks[0].do("configure", job.config(0, port, join_timeout=0.5, rank_timeout=1.0))
     assert (
         "host b (rank 2): its watcher has not connected within 0.5 s"
         in head.ranks[0].expect("verdict")["cause"]
     )
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        blocked = job.config(1, nobody.getsockname()[1], join_timeout=0.5)
+        blocked = job.config(1, nobody.getsockname()[1], join_timeout=0.5, rank_timeout=1.0)
         other.ranks[0].do("configure", blocked)
         cause = other.ranks[0].expect("verdict")["cause"]
     assert "could not join that of the head host a (ranks 0-1)" in cause and "Connection refused" in cause
@@ -277,7 +277,9 @@ def test_a_wrong_key_or_generation_is_refused_and_the_job_lives(job: Job, wrong:
     port = head.ranks[0].link("listen", "127.0.0.1")
     right = {"key": "a shared secret", "hosts": ("a", "b"), "ranks": ((0, 1), (2,))}
     head.ranks[0].do("configure", job.config(0, port, **right))
-    stranger.ranks[0].do("configure", job.config(1, port, **{**right, "join_timeout": 1.0, **wrong}))
+    stranger.ranks[0].do(
+        "configure", job.config(1, port, **{**right, "join_timeout": 0.5, "rank_timeout": 1.0, **wrong})
+    )
     cause = stranger.ranks[0].expect("verdict")["cause"]
     assert "could not join" in cause and "it refused us" in cause
     wait_until(lambda: "dropped a connection from 127.0.0.1" in head.log, PATIENCE_S, "a line in the log")

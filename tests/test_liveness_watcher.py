@@ -229,7 +229,7 @@ def test_a_stopped_watcher_does_not_outlive_its_members(job: Job) -> None:
     os.kill(host.watcher_pid, signal.SIGSTOP)
     for actor in host.ranks:
         actor.kill()
-    job.all_gone(2.5)  # the kernel wakes it when its parent dies
+    job.all_gone(2.5)  # its parent's death wakes it
 
 
 def test_signals_of_the_terminal_do_not_end_the_watcher(job: Job) -> None:

@@ -58,7 +58,7 @@ def change(place: int, value: bytes) -> Callable[[memoryview], None]:
         (change(2, b"\x09"), r"version 9, this side speaks 1"),
         (change(3, b"\x63"), "unknown kind 99"),
         (change(3, b"\x00"), "unknown kind 0"),
-        (change(4, b"\x01"), "unknown kind 1"),
+        (change(4, b"\x02"), "give every host the same control key"),
         (change(8, struct.pack("<Q", 7)), "sequence number 7 where 0 was due"),
         (change(8, struct.pack("<Q", 1 << 63)), "sequence number"),
         (change(16, struct.pack("<Q", 1001)), "announces 1001 bytes, the limit is 1000"),
@@ -112,8 +112,11 @@ def test_another_key_run_or_direction_does_not_verify() -> None:
 
 def test_a_signed_frame_needs_its_key_and_an_unsigned_one_is_not_taken() -> None:
     unsigned = padded(FrameWriter(Seal(None, "run1", "out")), b"payload")
-    with pytest.raises(BadFrame, match="signature"):
+    with pytest.raises(BadFrame, match="this side has one, the other has none"):
         FrameReader(Seal(KEY, "run1", "out"), "rank 1").inline(unsigned)
+    signed = padded(FrameWriter(Seal(KEY, "run1", "out")), b"payload")
+    with pytest.raises(BadFrame, match="this side has none, the other has one"):
+        FrameReader(Seal(None, "run1", "out"), "rank 1").inline(signed)
     with pytest.raises(ValueError, match="empty"):
         Seal(b"", "run1", "out")
 

@@ -31,7 +31,9 @@ def answers(address: str, port: int, model: Path) -> list[str]:
     """What the server generates greedily for two prompts."""
     body = {"model": str(model), "prompt": list(PROMPTS[:2]), "max_tokens": 16, "temperature": 0}
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"http://{address}:{port}/v1/completions", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(
+        f"http://{address}:{port}/v1/completions", json.dumps(body).encode(), headers
+    )
     with urllib.request.urlopen(request, timeout=120) as answer:
         return [choice["text"] for choice in json.load(answer)["choices"]]
 
@@ -60,7 +62,7 @@ def test_single_node(tiny_qwen3: Path, expected: list[str], tmp_path: Path) -> N
 def test_several_nodes(
     script: str, hosts: Hosts, tiny_qwen3: Path, expected: list[str], tmp_path: Path
 ) -> None:
-    servers = []
+    servers = {}
     for number, host in enumerate(hosts.names):
         variables = environ(
             MODEL=str(tiny_qwen3),
@@ -70,16 +72,17 @@ def test_several_nodes(
             ADDRESS=hosts.address(host),
         )
         command = hosts.command(host, [str(LAUNCH / script), *SMALL_FLAGS])
-        servers.append(Server(command, tmp_path / host, environ=variables, ready_line="^spmd_serve.*ready"))
-    head, follower = servers
-    with follower.running(), head, hosts.inside("node1"):
+        ready = "^spmd_serve.*ready" if host == "node0" else None
+        servers[host] = Server(command, tmp_path / host, environ=variables, ready_line=ready)
+    with servers["node1"], servers["node0"], hosts.inside("node1"):
         assert answers(hosts.address("node0"), PORT, tiny_qwen3) == expected
 
 
+@pytest.mark.timeout(600)
 def test_quickstart(tmp_path: Path) -> None:
     command = [str(LAUNCH / "quickstart.sh"), "--once", "--port", str(free_port())]
     variables = plain_environ(VIRTUAL_ENV=sys.prefix)
     server = Server(command, tmp_path / "log", environ=variables)
-    with server.running():
-        assert server.wait_exit(280) == 0, server.text()
+    with server:
+        assert server.wait_exit(580) == 0, server.text()
     assert "answer: The capital of France is Paris." in server.text()

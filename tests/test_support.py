@@ -100,7 +100,8 @@ class TestServer:
         assert server.returncode == -signal.SIGKILL
 
     def test_a_child_left_behind_is_found_and_ended(self, tmp_path: Path) -> None:
-        server = Server([sys.executable, "-c", LEAVES_A_CHILD], tmp_path / "log").start()
+        command = [sys.executable, "-c", LEAVES_A_CHILD]
+        server = Server(command, tmp_path / "log", gone_deadline_s=0.5).start()
         server.wait_line("up", 20)
         family = processes.descendants(server.pid)
         assert [process.command for process in family] == ["sleep 600"]

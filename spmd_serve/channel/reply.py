@@ -51,7 +51,7 @@ class FrameSocket:
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._head = bytearray(reader.overhead)
+        self._head = bytearray(HEADER.size)
         self._header: Header | None = None
         self._target = memoryview(self._head)
         self._have = 0
@@ -69,19 +69,19 @@ class FrameSocket:
             except OSError as error:
                 raise self.lost(str(error)) from error
 
-    def receive(self, deadline: Deadline) -> tuple[Header, bytearray]:
+    def receive(self, deadline: Deadline) -> tuple[Header, memoryview]:
         """The next frame; TimeoutError at the deadline."""
         while True:
             self._fill(deadline)
             if self._header is None:
                 self._header = self.reader.header(self._head)
-                self._target, self._have = memoryview(bytearray(self._header.length)), 0
+                length = self.reader.seal.size + self._header.length
+                self._target, self._have = memoryview(bytearray(length)), 0
                 continue
-            header, payload = self._header, self._target.obj
-            assert isinstance(payload, bytearray)
-            self.reader.verify(header, self._head[HEADER.size :], payload)
+            header, rest, size = self._header, self._target, self.reader.seal.size
+            self.reader.verify(header, rest[:size], rest[size:])
             self._header, self._target, self._have = None, memoryview(self._head), 0
-            return header, payload
+            return header, rest[size:]
 
     def recv_into(self, target: memoryview, deadline: Deadline) -> int:
         """At least one byte, and how many."""

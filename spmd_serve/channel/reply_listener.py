@@ -34,7 +34,7 @@ class _Knock:
         """The rank that it says it is. TimeoutError while incomplete; BadFrame, PeerLost for a stranger."""
         header, hello = self.frames.receive(Deadline(0.0))
         try:
-            said = json.loads(hello)
+            said = json.loads(bytes(hello))
             rank, nonce = int(said["rank"]), str(said["nonce"])
         except (ValueError, KeyError, TypeError) as error:
             raise self.frames.reader.bad("not a hello", header.seq) from error

@@ -36,10 +36,9 @@ class DriverWatch:
         self.link.failed(cause)
 
     def close(self, normal: bool) -> None:
-        """Let go; after a normal end the deaths that follow are no failures."""
+        """Let go; after a normal end the death of this process is no failure."""
         logging.getLogger(_ENGINE_CORE_LOGGER).removeHandler(self._handler)
         if normal:
-            self.link.announce_end()
             self.link.leaving()
 
 

@@ -17,8 +17,7 @@ from typing import Any
 from spmd_serve.errors import PeerLost, SpmdError
 from spmd_serve.liveness.board import BoardSlot
 from spmd_serve.liveness.judge import LivedClock
-from spmd_serve.liveness.members import STACKS_SIGNAL
-from spmd_serve.liveness.records import Hello, Message, Verdict, WatchConfig
+from spmd_serve.liveness.records import STACKS_SIGNAL, Hello, Message, Verdict, WatchConfig
 from spmd_serve.liveness.seat import Seat, take_seat
 from spmd_serve.liveness.wire import BadLine, pack, unpack
 from spmd_serve.process import open_pidfd, send_signal, wait_readable

@@ -14,12 +14,9 @@ from spmd_serve.liveness.judge import Accusation, Weight
 from spmd_serve.liveness.loop import Conn, Loop, log
 from spmd_serve.liveness.proc import OomCounter, ProcFile, ProcStat, catches, ending_of
 from spmd_serve.liveness.progress import TROUBLES, Limits, Progress, Sighting, Trouble
-from spmd_serve.liveness.records import KINDS, Hello, Message
+from spmd_serve.liveness.records import KINDS, STACKS_SIGNAL, Hello, Message
 from spmd_serve.liveness.wire import BadLine, pack, unpack
 from spmd_serve.process import has_ended, open_pidfd, send_signal
-
-STACKS_SIGNAL = signal.SIGUSR2
-"""Members let faulthandler answer it, in C: it needs no GIL."""
 
 
 class Court(Protocol):

@@ -1,11 +1,15 @@
 """What is said between members, watchers and callers: the hello, the configuration, the verdict."""
 
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 KINDS = ("rank", "api", "engine")
 """Kinds of members, each the ancestor of the next: it explains their death at the same moment."""
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""Members let faulthandler answer it with the stacks of all threads, in C: that needs no GIL."""
 
 Message = dict[str, Any]
 """One JSON object on a line; "t" names its type."""

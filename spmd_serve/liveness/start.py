@@ -97,9 +97,7 @@ def _settle_in(keep: set[int]) -> None:
     """Become a process of its own: nobody's signals, nobody's descriptors, nobody's garbage."""
     outlive_parent()
     set_process_name("spmd-watcher")
-    # A group of its own, so that what is meant for the rank's group (Ctrl-C, torchrun's killpg) does not hit
-    # it; but the same session: if it is stopped when its parent dies, the kernel then wakes it up (orphaned
-    # process group).
+    # A group of its own: what is meant for the rank's group (Ctrl-C, torchrun's killpg) does not hit it.
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
     for name in _IGNORED:

@@ -142,8 +142,9 @@ class Rig:
 class GlooRig(Rig):
     """Every rank is a member."""
 
-    ranks = hears = (0, 1)
-    members = ("the driver", "rank 0 on host a", "rank 1 on host b")
+    ranks: tuple[int, ...] = (0, 1)
+    hears: tuple[int, ...] = (0, 1)
+    members: tuple[str, ...] = ("the driver", "rank 0 on host a", "rank 1 on host b")
 
     def outbox(self) -> Any:
         outbox = open_outbox(self.store(), self.spec, address="127.0.0.1", join_timeout_s=self.join_timeout_s)

@@ -28,9 +28,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Server:
     """Runs a command in a session of its own, its output in a file.
 
-    It is ready when a log line matches `ready_line` and `ready_url` answers 200 (those that are given). Start
-    it from the test's main thread: it dies with the thread that started it, so that a killed test run leaves
-    nothing behind.
+    `with` starts it, waits until it is ready, and stops it. It is ready when a log line matches `ready_line`
+    and `ready_url` answers 200 (those that are given). Start it from the test's main thread: it dies with the
+    thread that started it, so that a killed test run leaves nothing behind.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Server:
         ready_line: str | None = None,
         start_deadline_s: float = START_DEADLINE_S,
         stop_deadline_s: float = STOP_DEADLINE_S,
+        gone_deadline_s: float = 5.0,
     ) -> None:
         self.command = list(command)
         self.log = log
@@ -51,6 +52,7 @@ class Server:
         self.ready_line = ready_line
         self.start_deadline_s = start_deadline_s
         self.stop_deadline_s = stop_deadline_s
+        self.gone_deadline_s = gone_deadline_s
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -111,7 +113,7 @@ class Server:
             kill(family)
             raise self._failure(f"had to be killed: SIGTERM did not end it in {self.stop_deadline_s:g} s")
         code = self._started.wait()
-        assert_gone(family, 5.0)
+        assert_gone(family, self.gone_deadline_s)
         return code
 
     def kill(self) -> None:
