@@ -257,9 +257,8 @@ def main() -> None:
             del store
 
         start(serve)
-        print(
-            "| transport | ranks | message | to the last rank, µs | p99 | driver held, µs | p99 | CPU of a rank, µs |"
-        )
+        heads = ("transport", "ranks", "message", "to the last rank, µs", "p99", "driver held, µs", "p99")
+        print(f"| {' | '.join(heads)} | CPU of a rank, µs |")
         print("|---|---|---|---|---|---|---|---|", flush=True)
         for ranks in args.ranks:
             for size in args.sizes:

@@ -9,6 +9,7 @@ folder's path as the last line. Needs transformers, torch, accelerate and gguf:
 import argparse
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -124,6 +125,9 @@ def main() -> int:
         "--out", type=Path, default=default_folder(), help="the model's folder (default: %(default)s)"
     )
     folder: Path = parser.parse_args().out
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # so that the scratch folder goes
     began = time.monotonic()
     try:
         fetch(folder)

@@ -26,3 +26,9 @@ class UsageError(SpmdError):
 
 class PeerLost(SpmdError):
     """Somebody of this job is gone or silent: names the rank, its host and the cause."""
+
+
+def is_of_a_peer(problem: BaseException) -> bool:
+    """Whether an error says only that somebody else is gone: then somebody else knows the cause."""
+    text = str(problem)
+    return isinstance(problem, PeerLost) or "closed by peer" in text or "Connection reset" in text

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from spmd_serve import cores, network
-from spmd_serve.errors import ExitCode, PeerLost, SpmdError
+from spmd_serve.errors import ExitCode, PeerLost, SpmdError, is_of_a_peer
 from spmd_serve.flags import Flags, host_name
 from spmd_serve.liveness import Verdict, WatchConfig, WatcherLink, start_watcher, watcher_address
 from spmd_serve.process import die_with_parent, die_with_parent_in_children
@@ -43,7 +43,7 @@ class Job:
         self._ended = threading.Event()
         self._on_drain: Callable[[str], None] | None = None
         self._drain_asked: str | None = None
-        self._before_exit: Callable[[], None] | None = None
+        self._before_exit: Callable[[], object] | None = None
         self._lock = threading.Lock()
         self._signals = 0
         self.watcher: str
@@ -169,11 +169,11 @@ class Job:
         try:
             yield
         except SpmdError as problem:
-            self.link.failed(str(problem), peer=isinstance(problem, PeerLost))
+            self.link.failed(str(problem), peer=is_of_a_peer(problem))
             raise
         except Exception as problem:
             text = " ".join(str(problem).split())
-            self.link.failed(f"{type(problem).__name__}: {text}", peer="closed by peer" in text)
+            self.link.failed(f"{type(problem).__name__}: {text}", peer=is_of_a_peer(problem))
             raise
 
     def drain_with(self, on_drain: Callable[[str], None]) -> None:
@@ -184,7 +184,7 @@ class Job:
         if asked is not None:
             on_drain(asked)
 
-    def before_exit(self, call: Callable[[], None]) -> None:
+    def before_exit(self, call: Callable[[], object]) -> None:
         """What to do, within `LAST_WORDS_S`, before a verdict ends this process."""
         self._before_exit = call
 
@@ -228,7 +228,9 @@ class Job:
         """
         self.link.leaving()
         if not self._ended.wait(timeout_s):
-            raise PeerLost(f"the job's end was not announced within {timeout_s:.0f} s after its driver's stop")
+            raise PeerLost(
+                f"the job's end was not announced within {timeout_s:.0f} s after its driver's stop"
+            )
 
     def announce_end(self) -> None:
         """On rank 0, when nothing is left to do: all ranks may leave."""
@@ -239,7 +241,8 @@ class Job:
 
         if self._before_exit is not None:
             self._before_exit()
-        report(PeerLost(verdict.cause), quiet=self.env.local_rank != 0)
+        # The watcher prints the cause, as the host's last line, when its members are gone.
+        report(PeerLost(verdict.cause), quiet=True)
         os._exit(ExitCode.FAILED)
 
 

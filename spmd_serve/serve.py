@@ -2,25 +2,29 @@
 
 import argparse
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spmd_serve import cores
 from spmd_serve.control import ControlSpec
+from spmd_serve.driver_child import DriverChild
 from spmd_serve.errors import ExitCode, PeerLost, UsageError
 from spmd_serve.flags import Early, host_name
 from spmd_serve.job import LAST_WORDS_S, Job
 from spmd_serve.topology import Layout
 
 if TYPE_CHECKING:
-    from spmd_serve.server.api import ApiServer
     from spmd_serve.server.door import Door
 
 HEARTBEAT_S = 2.0
 """Seconds between an idle driver's signs of life to its ranks."""
-API_END_S = 15.0
-"""How long the API server may take to end after its engine has ended."""
+CHILD_END_S = 15.0
+"""How long rank 0's child may take to end after its engines have ended."""
+FINISHED = (ExitCode.OK, ExitCode.LINES_FAILED)
+"""Exit codes of a child that did its work to the end."""
 
 
 def serve(early: Early) -> int:
@@ -134,33 +138,57 @@ def start_api(
     door: "Door | None",
     fork_engines: bool,
     started: float,
-) -> "ApiServer | None":
+) -> DriverChild | None:
     """On rank 0: say who runs where, then fork the API server. No thread of torch may run yet."""
     if door is None:
         return None
-    from spmd_serve.engine.config import apply_executor
-    from spmd_serve.server.api import ApiServer
-    from spmd_serve.start_table import start_table
+    from spmd_serve.server.api import serve_http
 
     url = door.url_of(tls=bool(args.ssl_keyfile and args.ssl_certfile))
-    table = start_table(spec.cluster, spec.layout, {url: range(spec.layout.dp)})
-    print(table, file=sys.stderr, flush=True)
+    child = start_child(
+        job,
+        args,
+        spec,
+        "API server",
+        lambda: serve_http(args, door, url),
+        fork_engines,
+        {url: range(spec.layout.dp)},
+    )
+    door.sock.close()
+    child.poll_until(door.answers, lambda: job.say(f"ready after {time.monotonic() - started:.0f} s: {url}"))
+    return child
+
+
+def start_child(
+    job: Job,
+    args: argparse.Namespace,
+    spec: ControlSpec,
+    name: str,
+    body: Callable[[], int],
+    fork_engines: bool,
+    urls: Mapping[str, Sequence[int]],
+) -> DriverChild:
+    """On rank 0: print the start table and fork the process that hosts the drivers."""
+    from spmd_serve.engine.config import apply_executor
+    from spmd_serve.start_table import start_table
+
+    print(start_table(spec.cluster, spec.layout, urls), file=sys.stderr, flush=True)
     apply_executor(args, spec)
-    api = ApiServer.start(args, spec, door, url, fork_engines=fork_engines)
-    job.drain_with(lambda reason: api.drain())
-    job.before_exit(lambda: api.wait_for_last_words(LAST_WORDS_S))
-    api.when_listening(door, lambda: job.say(f"ready after {time.monotonic() - started:.0f} s: {url}"))
-    api.watch(lambda code: _api_ended(job, code))
-    return api
+    child = DriverChild.start(name, body, spec, fork_engines)
+    job.drain_with(lambda reason: child.drain())
+    job.before_exit(lambda: child.wait(LAST_WORDS_S))
+    child.watch(lambda code: _child_ended(job, name, code))
+    return child
 
 
-def _api_ended(job: Job, code: int) -> None:
-    """The API server ended by itself, or was told to before any engine could send the ranks home."""
-    if code != 0:
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        job.link.failed(f"the API server {how}: see its log above")
-    else:
+def _child_ended(job: Job, name: str, code: int) -> None:
+    """The drivers' process ended, sent home by its work's end or before any engine could start."""
+    if code < 0:
+        job.link.failed(f"the {name} was killed by signal {-code} ({signal.Signals(-code).name})")
+    elif code in FINISHED:
         job.announce_end()
+    else:
+        job.link.failed(f"the {name} ended with exit code {code}: see its log above")
 
 
 def run_shard(job: Job, config: Any, spec: ControlSpec) -> None:
@@ -188,13 +216,13 @@ def place_on_cores(job: Job, spec: ControlSpec) -> None:
     torch.set_num_threads(min(torch.get_num_threads(), max(len(mine), 1)))
 
 
-def end(job: Job, api: "ApiServer | None", drain_s: float) -> int:
-    """All ranks leave together, when rank 0's API server has sent its last byte."""
-    if api is None:
-        job.leave_together(drain_s + 2 * API_END_S)
+def end(job: Job, child: DriverChild | None, drain_s: float) -> int:
+    """All ranks leave together, when rank 0's child has done its last; its exit code is the job's."""
+    if child is None:
+        job.leave_together(drain_s + 2 * CHILD_END_S)
         return ExitCode.OK
-    code = api.wait(drain_s + API_END_S)
+    code = child.wait(drain_s + CHILD_END_S)
     if code is None:
-        raise PeerLost(f"the API server (pid {api.process.pid}) has not ended in time after its engine")
+        raise PeerLost(f"the {child.name} (pid {child.process.pid}) has not ended in time after its engine")
     job.announce_end()
-    return ExitCode.OK if code == 0 else ExitCode.FAILED
+    return code if code in FINISHED else ExitCode.FAILED

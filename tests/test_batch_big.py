@@ -1,4 +1,4 @@
-"""Two hundred thousand lines, with the benchmark's engine: memory stays flat, and the file handling keeps up."""
+"""Two hundred thousand lines and the benchmark's engine: memory stays flat, and the files keep up."""
 
 import json
 import subprocess
@@ -18,7 +18,16 @@ LEAST_LINES_PER_S = 1000
 @pytest.mark.slow
 def test_memory_is_flat_and_files_keep_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "benchmarks.batch_files", "--json", "--lines", str(LINES), "--dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.batch_files",
+        "--json",
+        "--lines",
+        str(LINES),
+        "--dir",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)

@@ -31,7 +31,9 @@ UNLIKE = frozenset({"id", "created", "request_id"})
 
 def window(max_num_seqs: int, dp: int) -> int:
     scheduler = SimpleNamespace(max_num_seqs=max_num_seqs)
-    return window_for(SimpleNamespace(scheduler_config=scheduler, parallel_config=SimpleNamespace(data_parallel_size=dp)))
+    return window_for(
+        SimpleNamespace(scheduler_config=scheduler, parallel_config=SimpleNamespace(data_parallel_size=dp))
+    )
 
 
 def test_the_window_keeps_all_replicas_busy() -> None:
@@ -67,21 +69,25 @@ def run(command: Sequence[str]) -> tuple[int, str]:
     return done.returncode, done.stdout[-6000:]
 
 
-def both(folder: Path, rows: Sequence[Mapping[str, Any]], only_ours: Sequence[Mapping[str, Any]], flags: list[str]) -> None:
+def both(
+    folder: Path, rows: Sequence[Mapping[str, Any]], only_ours: Sequence[Mapping[str, Any]], flags: list[str]
+) -> None:
     """Answer `rows` with vLLM's run-batch and with ours, and compare; ours must answer `only_ours` too."""
     theirs_in, ours_in = folder / "theirs.jsonl", folder / "ours.jsonl"
     theirs_in.write_text("".join(json.dumps(line) + "\n" for line in rows))
     ours_in.write_text("".join(json.dumps(line) + "\n" for line in [*rows, *only_ours]))
     theirs_out, ours_out = folder / "theirs.out", folder / "ours.out"
-    code, said = run(["vllm.entrypoints.launchers.run_batch", "-i", str(theirs_in), "-o", str(theirs_out), *flags])
+    code, said = run(
+        ["vllm.entrypoints.launchers.run_batch", "-i", str(theirs_in), "-o", str(theirs_out), *flags]
+    )
     assert code == 0, said
     code, said = run(["tests.test_batch_handlers", str(ours_in), str(ours_out), *flags])
     assert code == ExitCode.LINES_FAILED, said
     theirs, ours = by_id(theirs_out), by_id(ours_out)
     for name, line in theirs.items():
         assert comparable(ours[name]) == comparable(line), name
-    for line in only_ours:
-        assert ours[line["custom_id"]]["error"] is None, ours[line["custom_id"]]
+    for extra in only_ours:
+        assert ours[extra["custom_id"]]["error"] is None, ours[extra["custom_id"]]
     assert set(ours) == {line["custom_id"] for line in [*rows, *only_ours]}
 
 
@@ -90,7 +96,9 @@ def by_id(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def comparable(value: Any) -> Any:
-    """Without what is new in every run, without our ``line N:``, and without the list of endpoints (ours has more)."""
+    """Without what is new in every run, without our ``line N:``, and without the list of endpoints (ours has
+    more).
+    """
     if isinstance(value, dict):
         return {name: comparable(part) for name, part in value.items() if name not in UNLIKE}
     if isinstance(value, list):
@@ -160,12 +168,29 @@ def check_flags() -> None:
     BatchOptions.add_to(parser)
     ours = {action.dest for action in parser._actions} - theirs
     assert len(ours) == len(BatchOptions.__dataclass_fields__)
-    assert OPERATIONAL - theirs == {"enable_metrics"}, OPERATIONAL - theirs
-    assert [prefix for prefix in OPERATIONAL_PREFIXES if not any(name.startswith(prefix) for name in theirs)] == []
-    words = ["-i", "in", "-o", "out", "--model", "m", "--seed", "7", "-tp", "8", "-dp", "2", "--max-num-seqs", "9"]
+    assert theirs >= OPERATIONAL, OPERATIONAL - theirs
+    assert [
+        prefix for prefix in OPERATIONAL_PREFIXES if not any(name.startswith(prefix) for name in theirs)
+    ] == []
+    words = [
+        "-i",
+        "in",
+        "-o",
+        "out",
+        "--model",
+        "m",
+        "--seed",
+        "7",
+        "-tp",
+        "8",
+        "-dp",
+        "2",
+        "--max-num-seqs",
+        "9",
+    ]
     args = parser.parse_args(words)
     assert BatchOptions.from_namespace(args).source == "in"
-    defaults = {action.dest: action.default for action in parser._actions if action.dest in theirs}
+    defaults = {action.dest: action.default for action in parser._actions}
     assert answer_flags(vars(args), defaults) == {"--model": "m", "--seed": "7"}
 
 
@@ -188,4 +213,7 @@ def main(source: str, out: str, *flags: str) -> ExitCode:
 
 
 if __name__ == "__main__":
-    sys.exit(check_flags() if sys.argv[1:] == ["flags"] else main(*sys.argv[1:]))
+    if sys.argv[1:] == ["flags"]:
+        check_flags()
+    else:
+        sys.exit(main(*sys.argv[1:]))

@@ -2,13 +2,13 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from spmd_serve.batch import lock, swap
 from spmd_serve.batch.journal import Journal
 from spmd_serve.batch.records import HOLDER_SIZE, RECORD_SIZE, Header, Holder, Record
 from spmd_serve.batch.source import Fingerprint
@@ -206,9 +206,9 @@ def test_a_crash_at_each_step_of_a_rewrite(tmp_path: Path, monkeypatch: pytest.M
             return instead
 
         with monkeypatch.context() as patch, opened(out) as journal:
-            patch.setattr(swap.os, "unlink", lambda path: None)  # a dead process cleans nothing up
-            patch.setattr(swap.os, "rename", crash(os.rename))
-            patch.setattr(swap.os, "fsync", crash(os.fsync))
+            patch.setattr(os, "unlink", lambda path: None)  # a dead process cleans nothing up
+            patch.setattr(os, "rename", crash(os.rename))
+            patch.setattr(os, "fsync", crash(os.fsync))
             try:
                 journal.sort()
                 assert step > 4
@@ -225,7 +225,9 @@ def test_another_run_is_refused_with_what_changed(tmp_path: Path) -> None:
         "--model was m and is n": Header(HEADER.input, {"--model": "n"}),
         "--dtype was not given and is half": Header(HEADER.input, {"--model": "m", "--dtype": "half"}),
         "--model was m and is not given": Header(HEADER.input, {}),
-        "the input had 8 lines in 100 bytes and has 9 in 110": Header(Fingerprint(110, "cd", 9), HEADER.flags),
+        "the input had 8 lines in 100 bytes and has 9 in 110": Header(
+            Fingerprint(110, "cd", 9), HEADER.flags
+        ),
         r"the input has other content \(still 100 bytes\)": Header(Fingerprint(100, "cd", 8), HEADER.flags),
         "the input was a file and is a pipe": Header(None, HEADER.flags),
     }
@@ -244,7 +246,7 @@ def test_restart_begins_anew(tmp_path: Path) -> None:
 
 
 def test_restart_begins_anew_once_in_a_job(tmp_path: Path) -> None:
-    """torchrun starts the same command again after a crash: --restart must not throw away what it has done."""
+    """torchrun runs the same command again after a crash: --restart must not throw away what it did."""
     out = written(tmp_path / "out.jsonl")
     with opened(out, job="one", restart=True) as journal:
         assert len(journal.done) == 0
@@ -303,7 +305,7 @@ def test_a_lock_is_waited_for_a_moment(tmp_path: Path, monkeypatch: pytest.Monke
     """As after torchrun has killed the run before, which may take its time to die."""
     out = tmp_path / "out.jsonl"
     journal = Journal(str(out), quiet)
-    monkeypatch.setattr(lock.time, "sleep", lambda seconds: journal.close())
+    monkeypatch.setattr(time, "sleep", lambda seconds: journal.close())
     Journal(str(out), quiet, grace_s=60).close()
 
 
@@ -349,7 +351,9 @@ def test_an_append_that_fails_leaves_no_trace(tmp_path: Path, monkeypatch: pytes
             append(journal, 1)
             calls = iter(range(100))
 
-            def pwrite(fd: int, data: bytes, at: int, calls: Iterator[int] = calls, refused: int = refused) -> int:
+            def pwrite(
+                fd: int, data: bytes, at: int, calls: Iterator[int] = calls, refused: int = refused
+            ) -> int:
                 if next(calls) == refused:
                     real(fd, data[:5], at)
                     raise OSError(28, "No space left on device")

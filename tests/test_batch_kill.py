@@ -1,7 +1,8 @@
-"""kill -9 of a real process at random moments, SIGTERM, and a full disk: the final file is that of a quiet run.
+"""kill -9 of a real process at random moments, SIGTERM, and a full disk: the final file is that of a quiet
+run.
 
-As a program (``python -m tests.test_batch_kill IN OUT ASKED``) it is the process that gets killed: a batch with a fake
-engine, which notes in ASKED which lines it was asked.
+As a program (``python -m tests.test_batch_kill IN OUT ASKED``) it is the process that gets killed: a batch
+with a fake engine, which notes in ASKED which lines it was asked.
 """
 
 import asyncio
@@ -49,7 +50,11 @@ async def _answer(line: BatchLine, asked: int) -> dict[str, Any]:
 def main(source: str, out: str, asked_file: str, *more: str) -> int:
     asked = os.open(asked_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     options = BatchOptions(
-        input_file=source, output_file=out, max_in_flight=WINDOW, ordered="ordered" in more, restart="anew" in more
+        input_file=source,
+        output_file=out,
+        max_in_flight=WINDOW,
+        ordered="ordered" in more,
+        restart="anew" in more,
     )
     if "small" in more:
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
@@ -75,7 +80,9 @@ class Bench:
     def run(self, *more: str) -> tuple[int, str]:
         """Exit code and what was said."""
         root = Path(__file__).parents[1]
-        done = subprocess.run(self.command(*more), cwd=root, capture_output=True, text=True, timeout=90, check=False)
+        done = subprocess.run(
+            self.command(*more), cwd=root, capture_output=True, text=True, timeout=90, check=False
+        )
         return done.returncode, done.stderr
 
     @contextlib.contextmanager
@@ -90,9 +97,14 @@ class Bench:
     def asked(self) -> list[int]:
         return [int(line) for line in self.asked_file.read_text().split()] if self.asked_file.exists() else []
 
+    def wait_for_asked(self, count: int) -> None:
+        wait_until(lambda: len(self.asked()) >= count, DEADLINE_S, f"{count} lines to be asked")
+
     def recorded(self) -> set[int]:
         """The lines that a rerun will find done."""
-        return {json.loads(line)["response"]["body"]["value"] for line in self.out.read_bytes().splitlines()[:-1]}
+        return {
+            json.loads(line)["response"]["body"]["value"] for line in self.out.read_bytes().splitlines()[:-1]
+        }
 
     def lines(self) -> list[bytes]:
         return self.out.read_bytes().splitlines(True)
@@ -123,13 +135,10 @@ def test_killed_again_and_again(tmp_path: Path, quiet_run: list[bytes], ordered:
         done_before = bench.recorded() if bench.out.exists() else set()
         asked_until = before + chance.randint(1, 30)
         with bench.started(*more) as process:
-            wait_until(
-                lambda until=asked_until, process=process: len(bench.asked()) >= until or process.poll() is not None,
-                DEADLINE_S,
-                "some lines to be asked",
-            )
+            bench.wait_for_asked(asked_until)
             assert process.poll() is None, process.communicate()
             # A moment of no particular length: reading the pipe of a process that says nothing.
+            assert process.stderr is not None
             select.select([process.stderr], [], [], chance.random() / 20)
             process.send_signal(signal.SIGKILL)
             process.wait(DEADLINE_S)
@@ -149,7 +158,7 @@ def test_sigterm_stops_and_a_rerun_goes_on(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     write_input(bench.input, 400)
     with bench.started() as process:
-        wait_until(lambda: len(bench.asked()) >= 50, DEADLINE_S, "some lines to be asked")
+        bench.wait_for_asked(50)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == ExitCode.FAILED
@@ -165,7 +174,7 @@ def test_a_second_run_is_refused_at_once(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     write_input(bench.input, 8000)
     with bench.started() as process:
-        wait_until(lambda: len(bench.asked()) >= 1, DEADLINE_S, "the first run")
+        bench.wait_for_asked(1)
         code, said = bench.run("anew")
         assert code == ExitCode.USAGE
         assert f"out.jsonl is being written by another run (process {process.pid} on " in said

@@ -1,90 +1,23 @@
-"""The run with a fake engine: every line answered once, whatever is wrong with it, and however often it is begun."""
+"""The run with a fake engine: every line answered once, whatever is wrong with it, and however often it is
+begun.
+"""
 
 import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
-import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
-from spmd_serve.batch import Answer, BatchLine, BatchOptions, Launch, outputs, prepare, run_batch
+from spmd_serve.batch import BatchLine, finish_batch, loop, prepare, run_batch
 from spmd_serve.batch.lines import error_output
-from spmd_serve.errors import ExitCode, PeerLost, SpmdError, UsageError
-
-DEADLINE_S = 30
-
-
-def request(number: int, **more: Any) -> dict[str, Any]:
-    return {"custom_id": f"id-{number}", "method": "POST", "url": "/v1/x", "body": {"value": number}, **more}
-
-
-def good_output(line: BatchLine) -> dict[str, Any]:
-    usage = {"prompt_tokens": 2, "completion_tokens": 3}
-    body = {"echo": dict(line.body), "usage": usage, "choices": [{"index": 0, "text": "yes"}]}
-    response = {"status_code": 200, "request_id": f"r-{line.custom_id}", "body": body}
-    return {"id": f"v-{line.custom_id}", "custom_id": line.custom_id, "response": response, "error": None}
-
-
-class Engine:
-    """Counts who was asked, and how many at a time."""
-
-    def __init__(self, reply: Callable[[BatchLine], Awaitable[dict[str, Any]]] | None = None) -> None:
-        self.asked: list[int] = []
-        self.now = self.most = 0
-        self._reply = reply
-
-    async def __call__(self, line: BatchLine) -> dict[str, Any]:
-        self.asked.append(line.number)
-        self.now += 1
-        self.most = max(self.most, self.now)
-        try:
-            await asyncio.sleep(0)
-            return good_output(line) if self._reply is None else await self._reply(line)
-        finally:
-            self.now -= 1
-
-
-class Place:
-    """An input and an output in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.input, self.output = folder / "in.jsonl", folder / "out.jsonl"
-        self.said: list[str] = []
-
-    def put(self, *lines: bytes | Mapping[str, Any]) -> None:
-        raw = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-        self.input.write_bytes(b"\n".join(raw) + b"\n")
-
-    def put_many(self, count: int) -> None:
-        self.put(*(request(number) for number in range(1, count + 1)))
-
-    def options(self, **more: Any) -> BatchOptions:
-        return BatchOptions(**{"input_file": str(self.input), "output_file": str(self.output), **more})
-
-    def run(
-        self, answer: Answer, *, flags: Mapping[str, str] | None = None, launch: Launch | None = None, **more: Any
-    ) -> ExitCode:
-        prepared = prepare(self.options(**more), flags, launch or Launch(), self.said.append)
-        running = run_batch(answer, prepared.options, prepared=prepared, say=self.said.append)
-        return asyncio.run(asyncio.wait_for(running, DEADLINE_S))
-
-    def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.output.read_bytes().splitlines()]
-
-    def by_id(self) -> dict[str, dict[str, Any]]:
-        lines = self.lines()
-        found = {line["custom_id"]: line for line in lines}
-        assert len(found) == len(lines)
-        return found
+from spmd_serve.errors import ExitCode, PeerLost, UsageError
+from tests.support.batch import DEADLINE_S, Engine, Place, backwards, good_output, request
 
 
 @pytest.fixture
@@ -99,9 +32,32 @@ def test_all_answered(place: Place) -> None:
     assert {line["response"]["body"]["echo"]["value"] for line in place.lines()} == set(range(1, 101))
     assert Counter(engine.asked) == Counter(range(1, 101))
     assert engine.most == 7
-    assert place.said[-1].startswith(
-        f"{place.output}: 100 lines: 100 answered, 0 failed; "
-    ) and "200 tokens in" in (place.said[-1])
+    assert (
+        place.said[-1].startswith(f"{place.output}: 100 lines: 100 answered, 0 failed; ")
+        and "200 tokens in" in (place.said[-1])
+    )
+
+
+def test_answers_are_on_disk_within_a_second(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loop.SYNC_EVERY_S <= 1
+    monkeypatch.setattr(loop, "SYNC_EVERY_S", 0.01)
+    place.put_many(2)
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        real(fd)
+
+    async def reply(line: BatchLine) -> dict[str, Any]:
+        if line.number == 2:
+            monkeypatch.setattr(os, "fsync", fsync)
+            while len(synced) < 2:
+                await asyncio.sleep(0.01)
+        return good_output(line)
+
+    assert place.run(Engine(reply)) == ExitCode.OK
+    assert synced == ["out.jsonl", "out.jsonl.state"] * 2, "once while running, once at the end"
 
 
 def test_nothing_is_done_twice(place: Place) -> None:
@@ -109,11 +65,12 @@ def test_nothing_is_done_twice(place: Place) -> None:
     assert place.run(Engine()) == ExitCode.OK
     before = place.output.read_bytes()
     again = Engine()
-    prepared = prepare(place.options())
-    assert prepared.is_complete
-    prepared.close()
     assert place.run(again) == ExitCode.OK
     assert again.asked == [] and place.output.read_bytes() == before
+    prepared = prepare(place.options())
+    assert prepared.is_complete
+    assert asyncio.run(finish_batch(prepared)) == ExitCode.OK
+    assert place.output.read_bytes() == before
 
 
 def test_bad_lines_do_not_stop_the_others(place: Place) -> None:
@@ -291,18 +248,16 @@ def test_a_signal_is_heard_while_a_pipe_is_silent(place: Place) -> None:
     assert "stopped by SIGTERM; 1 lines are done" in place.said[-1]
 
 
-async def backwards(line: BatchLine) -> dict[str, Any]:
-    for _ in range(10 - line.number % 10):
-        await asyncio.sleep(0.001)
-    return good_output(line)
-
-
 def test_ordered(place: Place) -> None:
     place.put_many(60)
     assert place.run(Engine(backwards)) == ExitCode.OK
     unsorted = [line["custom_id"] for line in place.lines()]
     assert place.run(Engine(), ordered=True) == ExitCode.OK
-    assert [line["custom_id"] for line in place.lines()] == [f"id-{number}" for number in range(1, 61)] != unsorted
+    assert (
+        [line["custom_id"] for line in place.lines()]
+        == [f"id-{number}" for number in range(1, 61)]
+        != unsorted
+    )
 
 
 def test_changed_flags_and_inputs_are_refused(place: Place) -> None:
@@ -317,68 +272,14 @@ def test_changed_flags_and_inputs_are_refused(place: Place) -> None:
     assert len(place.by_id()) == 6
 
 
-def pipe(folder: Path, *lines: Mapping[str, Any]) -> threading.Thread:
-    """Write lines into the named pipe `in.jsonl`, as another process would."""
-
-    def write() -> None:
-        with (folder / "in.jsonl").open("w") as stream:
-            stream.writelines(json.dumps(line) + "\n" for line in lines)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    return thread
-
-
-def test_a_pipe_is_resumed_if_it_brings_the_same_lines(place: Place, tmp_path: Path) -> None:
-    os.mkfifo(place.input)
-
-    async def reply(line: BatchLine) -> dict[str, Any]:
-        if line.number > 3:
-            raise SpmdError("crash")
-        return good_output(line)
-
-    def run(answer: Answer, *lines: Mapping[str, Any]) -> ExitCode:
-        writer = pipe(tmp_path, *lines)
-        try:
-            return place.run(answer, max_in_flight=1)
-        finally:
-            writer.join(DEADLINE_S)
-
-    with pytest.raises(SpmdError, match="crash"):
-        run(Engine(reply), *map(request, range(1, 7)))
-    assert len(place.lines()) == 3
-    with pytest.raises(UsageError, match=r"line 2 of .* is not what was answered as line 2 before"):
-        run(Engine(), request(1), request(9), request(3))
-    with pytest.raises(UsageError, match=r"ended at line 2, but line 3 was answered before"):
-        run(Engine(), request(1), request(2))
-    engine = Engine()
-    assert run(engine, *map(request, range(1, 7))) == ExitCode.OK
-    assert engine.asked == [4, 5, 6]
-    assert len(place.by_id()) == 6
-
-
-def test_torchrun_cannot_restart_what_read_a_pipe(place: Place, tmp_path: Path) -> None:
-    os.mkfifo(place.input)
-    writer = pipe(tmp_path, request(1))
-    assert place.run(Engine(), launch=Launch("job")) == ExitCode.OK
-    writer.join(DEADLINE_S)
-    keep_open = os.open(place.input, os.O_RDWR)
-    try:
-        with pytest.raises(UsageError, match="torchrun has restarted a run that was reading"):
-            place.run(Engine(), launch=Launch("job", restarted=True))
-    finally:
-        os.close(keep_open)
-
-
-def test_torchrun_cannot_restart_what_wrote_a_pipe(place: Place) -> None:
-    place.put_many(1)
-    with pytest.raises(UsageError, match="torchrun has restarted a run whose answers went to -"):
-        prepare(place.options(output_file="-"), launch=Launch("job", restarted=True))
-
-
 def test_plain_prompts(place: Place) -> None:
     place.input.write_text("Hello\n\nWorld\n")
-    more = {"input_file": None, "prompts": str(place.input), "prompts_format": "text", "temperature": 0.0}
+    more: dict[str, Any] = {
+        "input_file": None,
+        "prompts": str(place.input),
+        "prompts_format": "text",
+        "temperature": 0.0,
+    }
     bodies = []
 
     async def reply(line: BatchLine) -> dict[str, Any]:
@@ -406,91 +307,3 @@ def test_prepare_refuses_and_leaves_nothing_behind(place: Place, tmp_path: Path)
     with pytest.raises(UsageError, match="would overwrite the input"):
         prepare(place.options(output_file=str(place.input)))
     assert os.listdir(tmp_path) == ["in.jsonl"]
-
-
-class _Bucket(BaseHTTPRequestHandler):
-    refuse = 1
-    got: bytes = b""
-
-    def do_PUT(self) -> None:
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        if type(self).refuse:
-            type(self).refuse -= 1
-            self.send_response(503)
-        else:
-            type(self).got = content
-            self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-def test_output_url(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.put_many(5)
-    monkeypatch.setattr(outputs, "UPLOAD_RETRY_S", 0.01)
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Bucket) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            url = f"http://127.0.0.1:{server.server_port}/dir/out.jsonl?signature=x"
-            more = {"output_file": url, "output_tmp_dir": str(tmp_path), "ordered": True}
-            assert place.run(Engine(), **more) == ExitCode.OK
-            assert [json.loads(line)["custom_id"] for line in _Bucket.got.splitlines()] == [
-                f"id-{number}" for number in range(1, 6)
-            ]
-            (local,) = tmp_path.glob("*-out.jsonl")
-            assert local.read_bytes() == _Bucket.got
-        finally:
-            server.shutdown()
-            thread.join(DEADLINE_S)
-    monkeypatch.setattr(outputs, "UPLOAD_TRIES", 2)
-    with pytest.raises(SpmdError, match=f"takes no upload: .*; the answers are in {local}"):
-        place.run(Engine(), **more)
-
-
-PROGRAM = """
-import asyncio, sys
-from spmd_serve.batch import BatchOptions, run_batch
-from tests.test_batch_loop import backwards
-from spmd_serve.errors import SpmdError
-options = BatchOptions(input_file="-", output_file="-", ordered=sys.argv[1] == "ordered", max_in_flight=8)
-async def answer(line):
-    print("noise on standard output")
-    return await backwards(line)
-try:
-    sys.exit(asyncio.run(run_batch(answer, options)))
-except SpmdError as problem:
-    sys.exit(f"error: {problem}")
-"""
-
-
-@pytest.mark.parametrize("order", ["ordered", "as finished"])
-def test_pipes(order: str) -> None:
-    content = "".join(json.dumps(request(number)) + "\n" for number in range(1, 301))
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, order], input=content.encode(), capture_output=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    ids = [json.loads(line)["custom_id"] for line in done.stdout.splitlines()]
-    expected = [f"id-{number}" for number in range(1, 301)]
-    assert sorted(ids, key=lambda name: int(name[3:])) == expected
-    assert (ids == expected) == (order == "ordered")
-    assert done.stderr.count(b"noise") == 300
-
-
-def test_a_pipe_whose_reader_is_gone() -> None:
-    content = "".join(json.dumps(request(number)) + "\n" for number in range(1, 3001))
-    reader, writer = os.pipe()
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "ordered"], stdin=subprocess.PIPE, stdout=writer, stderr=subprocess.PIPE
-    ) as process:
-        try:
-            os.close(writer)
-            os.close(reader)
-            _, errors = process.communicate(content.encode(), timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 1
-    assert b"error: whoever read standard output is gone" in errors

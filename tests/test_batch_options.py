@@ -68,13 +68,21 @@ def test_refused(words: list[str], what: str) -> None:
 
 
 def test_answer_flags() -> None:
-    defaults = {"model": None, "dtype": "auto", "max_num_seqs": None, "api_key": None, "data_parallel_size": 1}
+    defaults = {
+        "model": None,
+        "dtype": "auto",
+        "max_num_seqs": None,
+        "api_key": None,
+        "data_parallel_size": 1,
+        "ordered": False,
+    }
     given = {
         "model": "m",
         "dtype": "auto",
         "max_num_seqs": 8,
         "api_key": ["secret"],
         "data_parallel_size": 2,
-        "ours": 1,
+        "ordered": True,
+        "unknown": 1,
     }
     assert answer_flags(given, defaults) == {"--model": "m"}

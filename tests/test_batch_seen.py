@@ -8,7 +8,11 @@ def test_line_set() -> None:
     assert (len(lines), lines.highest(), 5 in lines) == (0, 0, False)
     assert lines.add(5) and lines.add(1) and lines.add(100_000)
     assert not lines.add(5)
-    assert [number for number in (0, 1, 4, 5, 6, 99_999, 100_000, 10**9) if number in lines] == [1, 5, 100_000]
+    assert [number for number in (0, 1, 4, 5, 6, 99_999, 100_000, 10**9) if number in lines] == [
+        1,
+        5,
+        100_000,
+    ]
     assert (len(lines), lines.highest()) == (3, 100_000)
 
 

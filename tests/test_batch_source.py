@@ -31,7 +31,9 @@ def read(source: Source, new_loop: NewLoop = asyncio.new_event_loop) -> list[tup
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 1 << 18])
 @LOOPS
-def test_lines_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, new_loop: NewLoop) -> None:
+def test_lines_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, new_loop: NewLoop
+) -> None:
     monkeypatch.setattr(module, "CHUNK", chunk)
     content = b"\xef\xbb\xbfone\r\n\n  \ntwo two\n\nlast"
     (tmp_path / "in").write_bytes(content)

@@ -171,6 +171,10 @@ class TestWords:
         assert words.ended(who, Ending(None, 99), False).endswith("was killed by signal 99")
         assert words.ended(who, Ending(7, None), False).endswith("ended with exit code 7 without a word")
 
+    def test_a_lost_host_was_silent_or_went_at_once(self) -> None:
+        assert "its watcher is gone (killed" in words.host_lost("host b", 0.5, 10.0)
+        assert words.host_lost("host b", 9.9, 10.0).startswith("host b has been silent for 9.9 s")
+
     def test_reports_are_one_line(self) -> None:
         assert words.said("rank 1", "ValueError:\n  bad\n") == "rank 1: ValueError: bad"
 

@@ -10,7 +10,7 @@ endpoints.
 
 from spmd_serve.batch.handlers import run_batch_with_engine
 from spmd_serve.batch.lines import BatchLine
-from spmd_serve.batch.loop import Answer, run_batch
+from spmd_serve.batch.loop import Answer, finish_batch, run_batch
 from spmd_serve.batch.options import BatchOptions
 from spmd_serve.batch.prepare import Launch, Prepared, prepare
 
@@ -20,6 +20,7 @@ __all__ = [
     "BatchOptions",
     "Launch",
     "Prepared",
+    "finish_batch",
     "prepare",
     "run_batch",
     "run_batch_with_engine",

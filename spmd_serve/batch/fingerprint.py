@@ -1,6 +1,10 @@
 """Which of vLLM's flags decide the answers, so that a rerun with others is refused."""
 
 from collections.abc import Mapping
+from dataclasses import fields
+
+from spmd_serve.batch.options import BatchOptions
+from spmd_serve.flags import Flags
 
 # Where and how fast it runs, who may watch: may change between two runs on one output.
 # A flag not named here counts.
@@ -11,7 +15,7 @@ cpu_offload_gb cpu_offload_params cudagraph_capture_sizes cudagraph_metrics cust
 decode_context_parallel_size device_ids disable_access_log_for_endpoints disable_custom_all_reduce
 disable_fastapi_docs disable_log_stats disable_uvicorn_access_log distributed_executor_backend
 distributed_timeout_seconds download_dir enable_chunked_prefill enable_expert_parallel enable_log_deltas
-enable_log_outputs enable_log_requests enable_metrics enable_prefix_caching enforce_eager
+enable_log_outputs enable_log_requests enable_prefix_caching enforce_eager
 gpu_memory_utilization headless help hf_token host ignore_patterns kv_cache_memory_bytes load_format
 log_config_file log_error_stack log_level logging_config long_prefill_token_threshold master_addr
 master_port max_cudagraph_capture_size max_log_len max_num_active_seqs max_num_batched_tokens
@@ -23,6 +27,7 @@ show_hidden_metrics_for_version shutdown_timeout stream_interval tensor_parallel
 use_tqdm_on_load uvicorn_log_level watermark
 """
 OPERATIONAL = frozenset(_NAMES.split())
+OURS = frozenset(item.name for options in (Flags, BatchOptions) for item in fields(options))
 OPERATIONAL_PREFIXES = (
     "allow_credentials",
     "allowed_headers",
@@ -51,12 +56,13 @@ OPERATIONAL_PREFIXES = (
 def answer_flags(given: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, str]:
     """vLLM's flags, by name, that differ from their defaults and may change an answer.
 
-    `given` is a parsed namespace's content, `defaults` the parser's (only names in it count).
+    `given` is a parsed namespace's content, `defaults` the parser's (only names in it count, and not ours:
+    `BatchOptions.fingerprint` has those).
     Sizes of parallelism are left out: a job that goes on with fewer GPUs goes on. So are secrets.
     """
     shown = {}
     for name, value in given.items():
-        if name not in defaults or value == defaults[name] or name in OPERATIONAL:
+        if name not in defaults or value == defaults[name] or name in OPERATIONAL | OURS:
             continue
         if not name.startswith(OPERATIONAL_PREFIXES):
             shown["--" + name.replace("_", "-")] = str(value)

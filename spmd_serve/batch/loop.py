@@ -76,6 +76,16 @@ async def run_batch(
             prepared.close()
 
 
+async def finish_batch(prepared: Prepared, *, say: Callable[[str], None] = preparation.say) -> ExitCode:
+    """What is left to do without an engine when all lines are answered already: sort, upload, sum up."""
+    assert prepared.is_complete
+
+    async def nobody(line: BatchLine) -> dict[str, Any]:
+        raise AssertionError(f"line {line.number} has no answer")
+
+    return await run_batch(nobody, prepared.options, prepared=prepared, say=say)
+
+
 class _Run:
     def __init__(self, answer: Answer, prepared: Prepared, window: int, say: Callable[[str], None]) -> None:
         self._answer = answer

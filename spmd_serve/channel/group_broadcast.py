@@ -117,7 +117,8 @@ class BroadcastOutbox:
             raise self._silent(seconds)
         self._owner = threading.get_ident()
         try:
-            while self._pending() >= self._spec.depth:
+            # without a look at older frames first where there is room: the message goes out sooner
+            while len(self._under_way) >= self._spec.depth and self._pending() >= self._spec.depth:
                 if self._closing.is_set():
                     break
                 if deadline.over():
@@ -126,6 +127,7 @@ class BroadcastOutbox:
             if self._closing.is_set():
                 raise ChannelClosed(f"{self._spec.name} is closed")
             self._start(kind, parts)
+            self._pending()
         finally:
             self._owner = 0
             self._lock.release()

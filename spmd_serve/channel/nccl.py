@@ -54,7 +54,8 @@ class CudaLane:
 
     def slot(self, memory: bytearray) -> CudaSlot:
         """A slot over `memory`."""
-        return CudaSlot(memory, self._device)
+        with torch.cuda.stream(self._stream):  # its device memory belongs to that stream
+            return CudaSlot(memory, self._device)
 
     def start(self, slot: CudaSlot) -> None:
         """Begin the broadcast of `slot`: copy in, broadcast, copy out, all in the stream's order."""
@@ -91,7 +92,9 @@ class CudaLane:
 
     def close(self, started: list[CudaSlot]) -> None:
         """Abort the group: NCCL, unlike gloo, can end what is under way."""
-        self._group.abort()
+        if self._group is not None:
+            self._group.abort()
+        self._group = None
 
     def _lost(self, error: RuntimeError) -> PeerLost:
         return PeerLost(f"lost {self._peers}: {str(error).partition(chr(10))[0]}")
@@ -184,11 +187,12 @@ class RootRelay:
                     payload = self._ring.dequeue(timeout=SLICE_S, indefinite=True)
                 except TimeoutError:
                     continue
+                if len(payload):
+                    self._outbox.enqueue_encoded(payload)
                 self._mine.enqueue(payload)
                 if not len(payload):
-                    break
-                self._outbox.enqueue_encoded(payload)
-            self._outbox.shutdown()
+                    self._outbox.shutdown()
+                    return
         except ChannelClosed:
             pass
         except BaseException as error:

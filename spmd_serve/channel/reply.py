@@ -211,7 +211,10 @@ class ReplySender:
         """Nothing to wait for: the driver has welcomed this rank."""
 
     def enqueue(self, obj: object, timeout: float | None = None) -> None:
-        """Send an answer; waits while the driver does not read. PeerLost, ChannelClosed, RefusedClass."""
+        """Send an answer; waits while the driver does not read, without regard to `timeout`.
+
+        Raises PeerLost when the driver is gone, ChannelClosed after shutdown(), RefusedClass.
+        """
         self._frames.send(Kind.MESSAGE, codec.encode_parts(obj))
 
     def bell(self, timeout: float) -> Kind | None:

@@ -16,7 +16,7 @@ from spmd_serve.control import ControlSpec
 from spmd_serve.engine.executor import STEP
 from spmd_serve.engine.rank_channel import EndOfJob, RankChannel
 from spmd_serve.engine.seam import WorkerProc
-from spmd_serve.errors import PeerLost
+from spmd_serve.errors import is_of_a_peer
 from spmd_serve.liveness import WatcherLink
 from spmd_serve.topology import RankInfo
 
@@ -71,7 +71,7 @@ class Shard(WorkerProc):
         self.peer_response_handles: list[Any] = []
 
     def _link_lost(self, problem: BaseException) -> None:
-        self._link.failed(str(problem), peer=isinstance(problem, PeerLost))
+        self._link.failed(str(problem), peer=is_of_a_peer(problem))
 
     def _execute_and_sample(self, scheduler_output: Any) -> Any:
         """One step of a batch without grammar bitmask: the sampled output, or what execute_model gave."""
@@ -83,7 +83,10 @@ class Shard(WorkerProc):
             try:
                 return method(*args, **kwargs)
             except Exception as problem:
-                self._link.failed(f"{name} failed: {type(problem).__name__}: {problem}")
+                text = " ".join(str(problem).split())
+                self._link.failed(
+                    f"{name} failed: {type(problem).__name__}: {text}", peer=is_of_a_peer(problem)
+                )
                 raise
 
         return run

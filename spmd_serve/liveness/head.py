@@ -203,7 +203,8 @@ class Head:
             assert self._config is not None
             where = words.host(self._config.hosts[node.number], self._config.ranks[node.number])
             log(f"the connection from {where} is closed{f': {reason}' if reason else ''}")
-            self._accuse(node.number, words.watcher_gone(where), self._court.now - node.heard)
+            silent_s = self._court.now - node.heard
+            self._accuse(node.number, words.host_lost(where, silent_s, self._config.rank_timeout), silent_s)
 
     def _drop(self, stranger: Node, reason: str) -> None:
         stranger.conn.close()

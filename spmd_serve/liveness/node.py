@@ -175,4 +175,6 @@ class Uplink:
         self.is_joined = False
         if not self._court.over:
             log(f"the connection to the head is closed{f': {reason}' if reason else ''}")
-            self._accuse(words.watcher_gone(f"the head, {self._head()}"), self._court.now - self._heard)
+            silent_s = self._court.now - self._heard
+            where = f"the head, {self._head()}"
+            self._accuse(words.host_lost(where, silent_s, self._config.rank_timeout), silent_s)

@@ -87,6 +87,11 @@ def watcher_gone(where: str) -> str:
     return f"{where}: its watcher is gone (killed, or the machine went down)"
 
 
+def host_lost(where: str, silent_s: float, rank_timeout: float) -> str:
+    """A host whose connection has closed; members end a stopped watcher, so silence may have come first."""
+    return host_silent(where, silent_s) if silent_s > rank_timeout / 2 else watcher_gone(where)
+
+
 def agent_gone(pid: int, host_name: str) -> str:
     """The torchrun agent is the parent of the ranks."""
     return f"torchrun's agent (pid {pid}) on host {host_name} is gone"

@@ -1,0 +1,136 @@
+"""Rank 0's child: the process whose engine cores drive the ranks (vLLM's API server, or a batch run)."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from multiprocessing.context import ForkProcess
+
+from spmd_serve.control import ControlSpec
+from spmd_serve.liveness import Verdict, WatcherLink
+from spmd_serve.process import die_with_parent, send_signal, wait_readable
+from spmd_serve.signals import forget_ending_signals
+from spmd_serve.torchrun_env import clean_environ
+
+PLUGIN = "spmd_serve"
+"""Name of our ``vllm.endpoint_plugins`` entry point."""
+
+_OTHER_PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+
+LOADING_TIMEOUT_S = 7 * 24 * 3600
+"""vLLM gives engines 600 s to load. Here the watcher says who is dead or hung, so loading may take long."""
+
+
+@dataclass
+class DriverChild:
+    """The running child, as rank 0 sees it."""
+
+    name: str
+    process: ForkProcess
+    _pidfd: int
+    _reaping: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def start(
+        cls, name: str, body: Callable[[], int], spec: ControlSpec, fork_engines: bool
+    ) -> "DriverChild":
+        """Fork, and run `body` there; what it returns is the exit code.
+
+        Call before any thread of torch runs and before CUDA is touched. `name`: "API server" or "batch run".
+        `fork_engines`: nobody asked for another way (VLLM_WORKER_MULTIPROC_METHOD) to start engine cores.
+        """
+        process = multiprocessing.get_context("fork").Process(
+            target=_run, args=(name, body, spec, fork_engines), name=name.title().replace(" ", "")
+        )
+        process.start()
+        assert process.pid is not None
+        return cls(name, process, os.pidfd_open(process.pid))
+
+    def drain(self) -> None:
+        """Ask it to finish what is running and leave."""
+        send_signal(self._pidfd, signal.SIGTERM)
+
+    def watch(self, ended: Callable[[int], None]) -> None:
+        """Call `ended(exit code)` from a thread when it ends (negative: minus the signal's number)."""
+
+        def run() -> None:
+            wait_readable(self._pidfd, None)
+            ended(self._reap())
+
+        threading.Thread(target=run, name="child-watch", daemon=True).start()
+
+    def poll_until(
+        self, condition: Callable[[], bool], call: Callable[[], None], every_s: float = 0.2
+    ) -> None:
+        """Call `call()` from a thread once `condition()` holds, unless the child ends before."""
+
+        def run() -> None:
+            while not wait_readable(self._pidfd, every_s):
+                if condition():
+                    return call()
+
+        threading.Thread(target=run, name="child-poll", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit code (negative: a signal), or None when it has not ended within `timeout_s` seconds."""
+        return self._reap() if wait_readable(self._pidfd, timeout_s) else None
+
+    def _reap(self) -> int:
+        with self._reaping:
+            self.process.join()
+        assert self.process.exitcode is not None
+        return self.process.exitcode
+
+
+def _run(name: str, body: Callable[[], int], spec: ControlSpec, fork_engines: bool) -> None:
+    # A session of its own: a signal to the job's process group reaches it only through rank 0, which
+    # decides whether that means drain.
+    os.setsid()
+    die_with_parent(None)
+    forget_ending_signals()
+    prepare_environ()
+    if fork_engines:
+        from spmd_serve.engine import seam
+
+        seam.fork_engine_cores()
+    hello = {"kind": "api", "name": name, "rank": None}
+    link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=_on_verdict)
+    code = 0
+    try:
+        code = body()
+    except KeyboardInterrupt:
+        pass
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 0 if leaving.code is None else 1
+    if code >= 0:
+        link.leaving()
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _on_verdict(verdict: Verdict) -> None:
+    """Keep answering: clients get an error from the engine's end; the watcher's grace time ends us."""
+
+
+def prepare_environ() -> None:
+    """What vLLM's processes below rank 0 must not inherit from torchrun, and what they need."""
+    clean = clean_environ(os.environ)
+    for name in set(os.environ) - set(clean):
+        del os.environ[name]
+    os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(LOADING_TIMEOUT_S))
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is None:
+        # Unset means all plugins, except endpoint plugins; naming ours must not switch off the others.
+        names = {item.name for group in _OTHER_PLUGIN_GROUPS for item in entry_points(group=group)}
+        os.environ["VLLM_PLUGINS"] = ",".join(sorted(names | {PLUGIN}))
+    elif PLUGIN not in allowed.split(","):
+        os.environ["VLLM_PLUGINS"] = f"{allowed},{PLUGIN}"
