@@ -10,6 +10,7 @@ A name that the installed vLLM does not have is no error: it is simply never sen
 """
 
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 from spmd_serve.errors import SpmdError, UsageError
@@ -158,6 +159,12 @@ def allow_class(name: str) -> None:
     if not all(part.isidentifier() for part in (*module.split("."), *qualname.split("."))):
         raise UsageError(f"--control-allow-class {name}: write it as package.module:Class")
     _constructed.setdefault(name, True)
+
+
+def allow_instances(names: Iterable[str]) -> None:
+    """Let instances of plain data classes cross, in this process; they are rebuilt as INSTANCES are."""
+    for name in names:
+        _constructed.setdefault(name, False)
 
 
 def is_constructed(name: str) -> bool | None:

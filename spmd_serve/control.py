@@ -30,6 +30,10 @@ class ControlSpec:
     allow_classes: tuple[str, ...]
     heartbeat_s: float
     join_timeout_s: float
+    driver_spin_s: float | None = None
+    rank_spin_s: float | None = None
+    in_process: bool = False
+    """Each driver runs in the process of its replica's first rank (scripts), not in one of its own."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary of str, int, float, list and dict."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from spmd_serve.topology import Cluster, RankInfo, ranges
 from spmd_serve.torchrun_env import TorchrunEnv
 
-_THREADS = "OMP_NUM_THREADS"
+THREADS = "OMP_NUM_THREADS"
 _SYSFS = Path("/sys/devices/system/cpu")
 _CGROUP_FILE = Path("/proc/self/cgroup")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -83,9 +83,9 @@ def prepare_environ(
     threads = max(len(mine), 1)
     if quota is not None:
         threads = min(threads, max(math.ceil(quota / count), 1))
-    given = environ.get(_THREADS, "")
+    given = environ.get(THREADS, "")
     if not given or (given == "1" and count > 1):
-        environ[_THREADS] = str(threads)
+        environ[THREADS] = str(threads)
     return mine
 
 

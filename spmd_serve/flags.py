@@ -80,8 +80,14 @@ class Flags:
                 raise UsageError(
                     f"--{name.replace('_', '-')} must be above 0 seconds, got {getattr(flags, name)}"
                 )
+        if flags.lb != "internal":
+            raise UsageError(
+                f"--lb {flags.lb} is not built yet: leave it out (one endpoint for all replicas)"
+            )
         if flags.probe_port is not None and not 0 <= flags.probe_port <= 65535:
             raise UsageError(f"--probe-port must be a port number (0 to 65535), got {flags.probe_port}")
+        if flags.probe_port is not None:
+            raise UsageError("--probe-port is not built yet: leave it out, and probe /health on the head")
         return flags
 
 
@@ -158,7 +164,10 @@ REFUSED: Mapping[str, str] = {
     "data_parallel_size_local": "leave it out: a node's replicas follow from torchrun's layout",
     "data_parallel_address": "leave it out: the address is that of the head node (--head, --interface)",
     "data_parallel_rpc_port": "leave it out: the port is chosen by the kernel",
-    "data_parallel_multi_port_external_lb": "write --lb external",
+    "data_parallel_multi_port_external_lb": "leave it out: only one endpoint for all is built so far",
+    "data_parallel_external_lb": "leave it out: only one endpoint for all replicas is built so far",
+    "data_parallel_hybrid_lb": "leave it out: only one endpoint for all replicas is built so far",
+    "prefill_context_parallel_size": "leave it out: ranks are laid out as TP x PP x DP only",
     "grpc": "spmd_serve serves HTTP only; leave it out",
     "numa_bind": "leave it out: torchrun --numa-binding binds the ranks it starts",
     "enable_elastic_ep": "leave it out: torchrun's elastic node counts (--nnodes MIN:MAX) take its place",

@@ -64,8 +64,8 @@ class Handshake:
         self._wait = Wait(say, deadline)
         self._seen: dict[int, tuple[str, str]] = {}  # torchrun rank -> token, host
 
-    def lead(self, head: str | None) -> tuple[str, Cluster]:
-        """torchrun's rank 0: gather the others, number all, tell them."""
+    def lead(self, head: str | None, as_torchrun: bool = False) -> tuple[str, Cluster]:
+        """torchrun's rank 0: gather the others, number all (see `arrange`), tell them."""
         nonce = secrets.token_hex(6)
         mine = f"{nonce} open"
         answered(lambda: self._answer(nonce))
@@ -93,7 +93,7 @@ class Handshake:
             elif len(self._seen) == self._env.world_size:
                 hellos = self._hellos(nonce, range(self._env.world_size))
                 try:
-                    cluster = arrange(hellos, head, network.resolve(head) if head else ())
+                    cluster = arrange(hellos, head, network.resolve(head) if head else (), as_torchrun)
                 except UsageError as error:
                     self._fail(nonce, mine, error)
                 if self._close(nonce, mine, cluster, hellos, arrivals):

@@ -13,6 +13,7 @@ from spmd_serve.errors import ExitCode, PeerLost, SpmdError, is_of_a_peer
 from spmd_serve.flags import Flags, host_name
 from spmd_serve.liveness import Verdict, WatchConfig, WatcherLink, start_watcher, watcher_address
 from spmd_serve.process import die_with_parent, die_with_parent_in_children
+from spmd_serve.report import report
 from spmd_serve.signals import on_ending_signal
 from spmd_serve.torchrun_env import TorchrunEnv
 
@@ -23,7 +24,7 @@ WATCHER_TIMEOUT_S = 30.0
 GRACE_S = 2.0
 """How long a process may take to end by itself after the verdict; the watcher then kills it."""
 LAST_WORDS_S = 1.2
-"""How long rank 0 stays after the verdict, so that the API server, which dies with it, can tell its clients."""
+"""How long rank 0 stays after the verdict: the API server, which dies with it, can tell its clients."""
 END_S = 5.0
 """How long a rank may still be busy once the job's normal end is announced."""
 
@@ -33,6 +34,9 @@ class Job:
 
     Whatever happens to another process of the job ends this one too, from a thread of the watcher's link.
     """
+
+    as_torchrun = False
+    """Whether ranks keep torchrun's numbers, wherever the head is."""
 
     def __init__(self, flags: Flags, env: TorchrunEnv) -> None:
         self.flags = flags
@@ -95,6 +99,7 @@ class Job:
             timeout_s=flags.join_timeout,
             device=device_name(env.local_rank),
             say=self.say,
+            as_torchrun=self.as_torchrun,
         )
         me, store, cluster = self.membership.me, self.membership.store, self.membership.cluster
         self.link.identify(f"rank {me.rank}", me.rank)
@@ -117,12 +122,17 @@ class Job:
                     step_timeout=flags.step_timeout,
                     join_timeout=flags.join_timeout,
                     grace_s=GRACE_S,
-                    expect_turns=flags.control_backend != "nccl",
+                    expect_turns=self.expects_turns,
                     key=self.key(),
                 )
             )
         if len(cluster.nodes) > 1:
             use_interface(me.interface, me.address)
+
+    @property
+    def expects_turns(self) -> bool:
+        """Whether an idle rank's loop must turn with each heartbeat."""
+        return self.flags.control_backend != "nccl"
 
     def key(self) -> str | None:
         """The shared secret of ``--control-key-file``."""
@@ -237,8 +247,6 @@ class Job:
         self.link.announce_end()
 
     def _verdict(self, verdict: Verdict) -> None:
-        from spmd_serve.main import report
-
         if self._before_exit is not None:
             self._before_exit()
         # The watcher prints the cause, as the host's last line, when its members are gone.

@@ -1,18 +1,16 @@
 """The door: find the subcommand, run it, turn every outcome into one line and an exit code."""
 
-import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from spmd_serve import log
 from spmd_serve.errors import ExitCode, SpmdError
-from spmd_serve.flags import Early, host_name, parse_early
+from spmd_serve.flags import Early, parse_early
 from spmd_serve.process import die_with_parent
+from spmd_serve.report import report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,27 +43,9 @@ def run(early: Early) -> int:
         from spmd_serve.serve import serve
 
         return serve(early)
-    from spmd_serve.batch import batch
+    from spmd_serve.batch_command import batch
 
     return batch(early)
-
-
-def report(problem: BaseException, *, quiet: bool = False) -> None:
-    """Print one line (not with `quiet`), and leave it as the cause to torchrun's summary (error file)."""
-    rank = os.environ.get("RANK")
-    where = f"rank {rank} on {host_name()}" if rank is not None else host_name()
-    if isinstance(problem, SpmdError) and not quiet:
-        print(f"spmd_serve: {where}: error: {problem}", file=sys.stderr, flush=True)
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file is not None:
-        text = (
-            str(problem) if isinstance(problem, SpmdError) else "".join(traceback.format_exception(problem))
-        )
-        extra = {"py_callstack": f"{where}: {text}", "timestamp": str(int(time.time()))}
-        try:
-            Path(error_file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-        except OSError as unwritable:
-            print(f"spmd_serve: {where}: no error file for torchrun: {unwritable}", file=sys.stderr)
 
 
 def own_version() -> str:

@@ -53,16 +53,24 @@ class Hello:
         return cls(**item)
 
 
-def arrange(hellos: Sequence[Hello], head: str | None, head_addresses: Collection[str] = ()) -> Cluster:
+def arrange(
+    hellos: Sequence[Hello],
+    head: str | None,
+    head_addresses: Collection[str] = (),
+    as_torchrun: bool = False,
+) -> Cluster:
     """Number the ranks: the head node's first, then the other nodes in torchrun's order, each by local rank.
 
     The head is the node that `head` names (host name, short or full, or an address; `head_addresses` is what
     it resolves to), else the one that owns the rendezvous endpoint's address, else that of torchrun's rank 0
-    (as when the endpoint is an etcd elsewhere). UsageError for an unknown or ambiguous `head`, which lists
-    the hosts, and for a node that other nodes would be told to reach by a loopback address.
+    (as when the endpoint is an etcd elsewhere); with `as_torchrun` always that. UsageError for an unknown or
+    ambiguous `head`, which lists the hosts, and for a node that other nodes would be told to reach by a
+    loopback address.
     """
     nodes = _nodes(hellos)
-    first = _named_head(nodes, head, head_addresses) if head else _endpoint_node(nodes)
+    first = 0
+    if not as_torchrun:
+        first = _named_head(nodes, head, head_addresses) if head else _endpoint_node(nodes)
     order = [nodes[first], *(node for number, node in enumerate(nodes) if number != first)]
     routes = _routes(order)
     ranks: list[RankInfo] = []

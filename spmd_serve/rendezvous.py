@@ -55,14 +55,16 @@ def join(
     say: Say,
     cpus: Sequence[int] | None = None,
     endpoint: str | None = None,
+    as_torchrun: bool = False,
 ) -> Membership:
     """Meet the other ranks of this round; all of them get the same nonce and the same Cluster.
 
     `head` names the node that gets rank 0 (default: the one that owns the rendezvous endpoint, which is
     `endpoint` or what torchrun was given); `cpus` are those that the process may use (default: its affinity
-    now). After `timeout_s` seconds UsageError names the torchrun ranks that have not come, and where the
-    others are. An unknown `head`, and a node that others would reach by loopback, is a UsageError with the
-    same text on every rank. PeerLost when the store or this rank's torchrun agent is gone.
+    now). With `as_torchrun` ranks keep torchrun's numbers instead. After `timeout_s` seconds UsageError names
+    the torchrun ranks that have not come, and where the others are. An unknown `head`, and a node that others
+    would reach by loopback, is a UsageError with the same text on every rank. PeerLost when the store or this
+    rank's torchrun agent is gone.
     """
     deadline = time.monotonic() + timeout_s
     raw, host = _open(env, deadline, say)
@@ -71,7 +73,7 @@ def join(
     hello = _hello(env, route, device, cpus, given or env.master_addr)
     store = PrefixStore(f"spmd_serve/join/{env.run_id}/{env.world_size}", raw)
     handshake = Handshake(store, env, hello, deadline, say)
-    nonce, cluster = handshake.lead(head) if env.rank == 0 else handshake.follow()
+    nonce, cluster = handshake.lead(head, as_torchrun) if env.rank == 0 else handshake.follow()
     me = next(info for info in cluster.ranks if info.torchrun_rank == env.rank)
     return Membership(_of_run(raw, nonce), host, raw.port, nonce, cluster, me)
 

@@ -14,6 +14,7 @@ from spmd_serve.driver_child import DriverChild
 from spmd_serve.errors import ExitCode, PeerLost, UsageError
 from spmd_serve.flags import Early, host_name
 from spmd_serve.job import LAST_WORDS_S, Job
+from spmd_serve.spinning import is_autogrouped, spin_seconds
 from spmd_serve.topology import Layout
 
 if TYPE_CHECKING:
@@ -64,15 +65,20 @@ def open_door(job: Job, early: Early) -> "Door | None":
     return door
 
 
-def agree(job: Job, early: Early) -> tuple[argparse.Namespace, Layout]:
-    """Parse by vLLM's parser, fix the sizes, and compare everything that must not differ between ranks."""
+def agree(
+    job: Job, early: Early, more_flags: Callable[[argparse.ArgumentParser], None] | None = None
+) -> tuple[argparse.Namespace, Layout]:
+    """Parse by vLLM's parser, fix the sizes, and compare everything that must not differ between ranks.
+
+    `more_flags` adds a subcommand's own flags to the parser.
+    """
     from spmd_serve.agreement import agree as compare
     from spmd_serve.agreement import collect
     from spmd_serve.engine.config import apply_layout, flag_values, parse_serve
 
     membership = job.membership
     with job.voting("the command line"):
-        args = parse_serve(early.rest)
+        args = parse_serve(early.rest, more_flags)
         sizes = args.given_sizes
         layout = Layout.resolve(
             membership.cluster.ranks_per_node,
@@ -101,6 +107,10 @@ def check_model(model: str) -> None:
 def control_spec(job: Job, layout: Layout) -> ControlSpec:
     """What drivers and ranks need to know to find each other."""
     membership, flags = job.membership, job.flags
+    allowed = os.sched_getaffinity(0)
+    driver_spin_s, rank_spin_s = spin_seconds(
+        membership.cluster, membership.me, len(allowed), autogrouped=is_autogrouped()
+    )
     return ControlSpec(
         backend=flags.control_backend,
         lb=flags.lb,
@@ -114,6 +124,8 @@ def control_spec(job: Job, layout: Layout) -> ControlSpec:
         allow_classes=flags.control_allow_class,
         heartbeat_s=HEARTBEAT_S,
         join_timeout_s=flags.join_timeout,
+        driver_spin_s=driver_spin_s,
+        rank_spin_s=rank_spin_s,
     )
 
 

@@ -104,6 +104,16 @@ class TorchrunEnv:
         )
 
 
+def given_rank(environ: Mapping[str, str]) -> str | None:
+    """What torchrun calls this rank, unchecked: for error lines that must come out whatever else is wrong."""
+    return environ.get("RANK")
+
+
+def error_file(environ: Mapping[str, str]) -> str | None:
+    """Where torchrun looks for a failed rank's cause; None without torchrun."""
+    return environ.get("TORCHELASTIC_ERROR_FILE")
+
+
 def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """A copy of `environ` for children of a rank, without what CHILD_CLEAN lists."""
     prefixes = tuple(name for name in CHILD_CLEAN if name.endswith("_"))

@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 
-from spmd_serve.batch import BatchOptions, prepare, run_batch_with_engine
+from spmd_serve.batch import BatchLine, BatchOptions, prepare, run_batch_with_engine
 from spmd_serve.batch.fingerprint import OPERATIONAL, OPERATIONAL_PREFIXES, answer_flags
-from spmd_serve.batch.handlers import window_for
+from spmd_serve.batch.handlers import Endpoints, window_for
+from spmd_serve.batch.lines import error_output
 from spmd_serve.batch.loop import WINDOW
-from spmd_serve.errors import ExitCode
+from spmd_serve.errors import ExitCode, PeerLost
 from tests.support import stock
 
 DEADLINE_S = 280.0
@@ -39,6 +40,21 @@ def window(max_num_seqs: int, dp: int) -> int:
 def test_the_window_keeps_all_replicas_busy() -> None:
     assert window(8, 1) == WINDOW
     assert window(1024, 4) == 8192
+
+
+@pytest.mark.parametrize("errored", [False, True])
+def test_a_dead_engine_is_told_from_a_failed_request(errored: bool) -> None:
+    class Failing(Endpoints):
+        async def _handle(self, line: BatchLine) -> dict[str, Any]:
+            return error_output(line.custom_id, "no", 500)
+
+    engine = SimpleNamespace(vllm_config=None, errored=errored)
+    answering = Failing(engine, {}, None).answer(BatchLine(1, "a", "/v1/x", {}))
+    if errored:
+        with pytest.raises(PeerLost, match="the engine is gone"):
+            asyncio.run(answering)
+    else:
+        assert asyncio.run(answering)["error"] == "no"
 
 
 def chat(number: int, content: str, **more: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from spmd_serve.topology import Cluster, Layout, RankInfo
 
 
 def cluster(*ranks_per_node: int) -> Cluster:
-    ranks = []
+    ranks: list[RankInfo] = []
     for node, count in enumerate(ranks_per_node):
         for local_rank in range(count):
             ranks.append(

@@ -8,6 +8,7 @@ vLLM's own run-batch lacks, is taken from the same state that the registry is bu
 import argparse
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -51,6 +52,25 @@ async def run_batch_with_engine(
     return await run_batch(
         endpoints.answer, options, prepared=prepared, window=window, drain_s=drain_s, say=say
     )
+
+
+def load_plugins(args: argparse.Namespace) -> None:
+    """Parsers of tools and reasoning that the command line names by file, as vLLM's API server loads them."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+
+
+def open_engine(args: argparse.Namespace) -> AbstractAsyncContextManager[Any]:
+    """vLLM's engine client for the command line, as an async context manager."""
+    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+
+    client: AbstractAsyncContextManager[Any] = build_async_engine_client(args)
+    return client
 
 
 def window_for(vllm_config: Any) -> int:

@@ -32,14 +32,18 @@ def driver_node(lb: str, layout: Layout, cluster: Cluster, replica: int) -> int:
     return 0 if lb == "internal" else cluster.node_of(layout.first_rank(replica))
 
 
-def plan_channel(backend: str, layout: Layout, cluster: Cluster, replica: int, home: int) -> ChannelPlan:
+def plan_channel(
+    backend: str, layout: Layout, cluster: Cluster, replica: int, home: int, own: int | None = None
+) -> ChannelPlan:
     """Lay out the channel of `replica`, whose driver runs on node `home`.
+
+    `own`: the rank in whose process the driver runs (scripts), which needs no channel.
 
     ``auto``: ring inside the driver's host, one group member per other host, which relays into its host's
     ring when it has more than one rank of the replica. ``gloo``: every rank is a member. ``nccl``: the first
     rank broadcasts to all others.
     """
-    ranks = tuple(layout.replica_ranks(replica))
+    ranks = tuple(rank for rank in layout.replica_ranks(replica) if rank != own)
     if backend == "gloo":
         return ChannelPlan(ring=(), members=ranks, behind={})
     if backend == "nccl":

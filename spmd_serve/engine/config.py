@@ -1,7 +1,7 @@
 """From a command line to vLLM's configuration, by vLLM's own parser."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -29,8 +29,11 @@ class ServeParser(FlexibleArgumentParser):
         raise UsageError(f"{message} (--help lists the flags)")
 
 
-def make_parser() -> ServeParser:
-    """The parser of ``spmd_serve serve``: our group, then every ``vllm serve`` flag."""
+AddFlags = Callable[[argparse.ArgumentParser], None]
+
+
+def make_parser(more: AddFlags | None = None) -> ServeParser:
+    """The parser of ``spmd_serve serve``: our group (and `more` of ours), then every ``vllm serve`` flag."""
     parser = ServeParser(
         prog="torchrun ... -m spmd_serve",
         usage="torchrun [torchrun flags] -m spmd_serve [serve] MODEL [flags]",
@@ -38,14 +41,16 @@ def make_parser() -> ServeParser:
         allow_abbrev=False,
     )
     our_flags.Flags.add_to(parser)
+    if more is not None:
+        more(parser)
     make_arg_parser(parser)
     parser.set_defaults(shutdown_timeout=DEFAULT_SHUTDOWN_TIMEOUT_S)
     return parser
 
 
-def parse_serve(argv: Sequence[str]) -> argparse.Namespace:
+def parse_serve(argv: Sequence[str], more: AddFlags | None = None) -> argparse.Namespace:
     """Parse and validate a serve command line. Raises UsageError, one line, for anything wrong in it."""
-    parser = make_parser()
+    parser = make_parser(more)
     args: argparse.Namespace = parser.parse_args(list(argv))
     if args.model_tag is not None:
         args.model = args.model_tag

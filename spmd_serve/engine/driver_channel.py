@@ -9,6 +9,7 @@ import vllm.envs as envs
 
 from spmd_serve import codec
 from spmd_serve.channel.gloo import open_outbox
+from spmd_serve.channel.local import OwnLine
 from spmd_serve.channel.nccl import BellOutbox
 from spmd_serve.channel.plan import driver_node
 from spmd_serve.channel.reply_listener import ReplyListener
@@ -72,11 +73,13 @@ class DriverOutbox:
 class DriverChannel:
     """Opens both directions; afterwards `outbox` and `replies` stand in for vLLM's message queues."""
 
-    def __init__(self, spec: ControlSpec, replica: int) -> None:
+    def __init__(self, spec: ControlSpec, replica: int, own: OwnLine | None = None) -> None:
+        """`own`: the way to the replica's first rank, when that is in this process."""
         for name in spec.allow_classes:
             codec.allow_class(name)
         self._spec = spec
         self._replica = replica
+        self._own = own
         self._plan = channel_plan(spec, replica)
         self._ended = threading.Event()
         self.threads: list[threading.Thread] = []
@@ -117,11 +120,14 @@ class DriverChannel:
                 )
             )
         replies: dict[int, Any] = {}
+        if self._own is not None:
+            ways.append(self._own.messages)
+            replies[spec.layout.first_rank(replica)] = self._own.replies
         for rank in plan.ring:
             address = get_json(store, loaded_key(rank), spec.join_timeout_s, "the reply ring", who[rank])
-            replies[rank] = RingInbox(address, 0)
+            replies[rank] = RingInbox(address, 0, spin_s=spec.driver_spin_s)
         if door is not None:
-            remote = {rank: name for rank, name in who.items() if rank not in plan.ring}
+            remote = {rank: name for rank, name in who.items() if rank not in replies}
             replies.update(door.accept(remote, spec.join_timeout_s, logger.info))
         if ring is not None:
             bells = [replies[rank] for rank in plan.members]

@@ -43,17 +43,11 @@ class TorchrunExecutor(MultiprocExecutor):
         self.failure_callback: Callable[[], None] | None = None
         self._one_message_step: Future[Any] | None = None
         self._get_parallel_sizes()
-        plain = (self.vllm_config.additional_config or {}).get(ADDITIONAL_CONFIG_KEY)
-        if plain is None:
-            raise UsageError("TorchrunExecutor runs only under `torchrun -m spmd_serve` or spmd_serve.LLM")
-        spec = ControlSpec.from_json(plain)
-        replica = self.parallel_config.data_parallel_index
+        spec, replica = self._place()
         self.workers: list[Any] = []  # what vLLM's own shutdown and monitor look at
         self._spec = spec
         self._replica = replica
-        self._watch = DriverWatch.open(spec, replica, on_failure=self._fail)
-        self._channel = DriverChannel(spec, replica)
-        self._channel.open()
+        self._watch, self._channel = self._open_channel()
         self.rpc_broadcast_mq: Any = self._channel.outbox
         self.response_mqs: list[Any] = self._channel.replies
         self.futures_queue: deque[Any] = deque()
@@ -61,6 +55,20 @@ class TorchrunExecutor(MultiprocExecutor):
         assert spec.layout.output_rank(replica) == spec.layout.first_rank(replica) + self.output_rank
         self._channel.start_heartbeat()
         self._post_init_executor()
+
+    def _place(self) -> tuple[ControlSpec, int]:
+        """The job, and the replica that this executor drives."""
+        plain = (self.vllm_config.additional_config or {}).get(ADDITIONAL_CONFIG_KEY)
+        if plain is None:
+            raise UsageError("TorchrunExecutor runs only under `torchrun -m spmd_serve` or spmd_serve.LLM")
+        return ControlSpec.from_json(plain), self.parallel_config.data_parallel_index
+
+    def _open_channel(self) -> tuple[Any, DriverChannel]:
+        """The line to this host's watcher, and the ways to all ranks once these are loaded."""
+        watch = DriverWatch.open(self._spec, self._replica, on_failure=self._fail)
+        channel = DriverChannel(self._spec, self._replica)
+        channel.open()
+        return watch, channel
 
     def _fail(self, cause: str) -> None:
         """The job lost somebody: tell the engine core, so that clients get an error at once."""

@@ -11,6 +11,7 @@ from spmd_serve import codec
 from spmd_serve.channel.base import ChannelSpec, ChannelStopped
 from spmd_serve.channel.gloo import meet, open_inbox
 from spmd_serve.channel.group_broadcast import BroadcastInbox, BroadcastOutbox
+from spmd_serve.channel.local import OwnLine
 from spmd_serve.channel.nccl import RootRelay, nccl_lane
 from spmd_serve.channel.plan import ChannelPlan, driver_node, plan_channel
 from spmd_serve.channel.relay import LocalRing, Relay
@@ -53,7 +54,8 @@ def loaded_key(rank: int) -> str:
 def channel_plan(spec: ControlSpec, replica: int) -> ChannelPlan:
     """How the replica's ranks are reached."""
     home = driver_node(spec.lb, spec.layout, spec.cluster, replica)
-    return plan_channel(spec.backend, spec.layout, spec.cluster, replica, home)
+    own = spec.layout.first_rank(replica) if spec.in_process else None
+    return plan_channel(spec.backend, spec.layout, spec.cluster, replica, home, own)
 
 
 def channel_terms(spec: ControlSpec, replica: int, plan: ChannelPlan) -> ChannelSpec:
@@ -140,11 +142,16 @@ class RankChannel:
         store: TorchStore,
         slot: BoardSlot | NullSlot,
         on_error: Callable[[BaseException], None],
+        own: OwnLine | None = None,
     ) -> None:
-        """`on_error`: called in a relay's thread with what ended it; the rank cannot go on then."""
+        """`on_error`: called in a relay's thread with what ended it; the rank cannot go on then.
+
+        `own`: the way to the driver, when that is in this process.
+        """
         for name in spec.allow_classes:
             codec.allow_class(name)
         self._spec, self._me, self._store, self._slot, self._on_error = spec, me, store, slot, on_error
+        self._own = own
         self._replica = spec.layout.replica(me.rank)
         self._plan = channel_plan(spec, self._replica)
         self.inbox: RankInbox
@@ -153,11 +160,19 @@ class RankChannel:
     def open(self) -> None:
         """Say that the shard is loaded, and connect to the driver; it may take long until that one is up."""
         rank = self._me.rank
-        if rank in self._plan.ring:
+        if self._own is not None:
+            put_json(self._store, loaded_key(rank), None)
+            source: Any = self._own.messages
+            self.reply = self._own.replies
+        elif rank in self._plan.ring:
             self.reply = RingOutbox(1, RING_CHUNK_BYTES)
             put_json(self._store, loaded_key(rank), self.reply.address)
-            ring = RingInbox(self._get(ring_key(self._replica, None)), self._plan.ring.index(rank))
-            source: Any = self._root(ring) if self._spec.backend == "nccl" else ring
+            ring = RingInbox(
+                self._get(ring_key(self._replica, None)),
+                self._plan.ring.index(rank),
+                spin_s=self._spec.rank_spin_s,
+            )
+            source = self._root(ring) if self._spec.backend == "nccl" else ring
         else:
             put_json(self._store, loaded_key(rank), None)
             source = self._network() if rank in self._plan.members else None

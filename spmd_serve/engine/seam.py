@@ -94,6 +94,11 @@ def fork_engine_cores() -> None:
     utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
+def spin_for(queue: MessageQueue, seconds: float) -> None:
+    """How long after a message a ring's reader polls (and yields its core) before it sleeps; vLLM's: 1 s."""
+    queue._spin_condition.busy_loop_s = seconds
+
+
 def quieten(queue: MessageQueue) -> None:
     """Let a ring's reader sleep at once, instead of spinning for a second after the last message.
 

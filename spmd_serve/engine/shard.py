@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import vllm.envs as envs
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 from vllm.platforms import current_platform
 
+from spmd_serve.channel.local import OwnLine
 from spmd_serve.control import ControlSpec
 from spmd_serve.engine.executor import STEP
 from spmd_serve.engine.rank_channel import EndOfJob, RankChannel
 from spmd_serve.engine.seam import WorkerProc
-from spmd_serve.errors import is_of_a_peer
+from spmd_serve.errors import SpmdError, is_of_a_peer
 from spmd_serve.liveness import WatcherLink
 from spmd_serve.topology import RankInfo
 
@@ -39,8 +41,11 @@ class Shard(WorkerProc):
         me: RankInfo,
         store: TorchStore,
         link: WatcherLink,
+        own: OwnLine | None = None,
     ) -> None:
+        """`own`: the way to the driver, when that is in this process."""
         self._spec = spec
+        self._own = own
         self._store = store
         self._me = me
         self._link = link
@@ -64,7 +69,7 @@ class Shard(WorkerProc):
             setattr(self.worker, name, self._fatal_on_error(name, method))
 
     def _init_message_queues(self, input_shm_handle: Any, vllm_config: Any) -> None:
-        channel = RankChannel(self._spec, self._me, self._store, self._slot, self._link_lost)
+        channel = RankChannel(self._spec, self._me, self._store, self._slot, self._link_lost, self._own)
         channel.open()
         self.rpc_broadcast_mq = channel.inbox
         self.worker_response_mq = channel.reply
@@ -92,6 +97,11 @@ class Shard(WorkerProc):
         return run
 
     def _execute_worker_rpc(self, rpc_request: Any) -> None:
+        if not isinstance(rpc_request[0], str) and not envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+            # The driver refuses to send code; what comes from a network is not to be trusted to have done so.
+            raise SpmdError(
+                "the driver sent code to run, which VLLM_ALLOW_INSECURE_SERIALIZATION=1 must allow"
+            )
         if not self._loaded:
             # Profiling, compiling and graph capture may take longer than any step.
             super()._execute_worker_rpc(rpc_request)
@@ -168,8 +178,6 @@ def open_world(vllm_config: Any, store: TorchStore, spec: ControlSpec, me: RankI
 
 def world_backend() -> str:
     """The backend of the default group: vLLM wants device and CPU backends in one when it splits groups."""
-    import vllm.envs as envs
-
     backend = str(current_platform.dist_backend)
     if envs.VLLM_DISTRIBUTED_USE_SPLIT_GROUP and backend == "nccl":
         return "cpu:gloo,cuda:nccl"
@@ -178,8 +186,6 @@ def world_backend() -> str:
 
 def world_device(local_rank: int) -> torch.device | None:
     """The device to bind the default group to, only where vLLM's split groups need it."""
-    import vllm.envs as envs
-
     if envs.VLLM_DISTRIBUTED_USE_SPLIT_GROUP and current_platform.is_cuda_alike():
         return torch.device(f"cuda:{current_platform.logical_device_id_to_visible_device_id(local_rank)}")
     return None

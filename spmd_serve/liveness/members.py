@@ -1,5 +1,6 @@
 """The watcher's view of its own host: who said hello, who is alive, what each one does."""
 
+import errno
 import os
 import signal
 import socket
@@ -167,7 +168,8 @@ class Members:
                 raise BadLine(f"a bad {message['t']} message: {problem!r}") from problem
 
         def on_close(reason: str) -> None:
-            if reason:
+            # A process that ends without having read all of our beats resets its connection: no news.
+            if reason and reason != os.strerror(errno.ECONNRESET):
                 log(f"dropped the connection of pid {pid}: {reason}")
 
         conn = Conn(self._loop, sock, on_line, on_close)

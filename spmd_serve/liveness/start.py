@@ -6,9 +6,13 @@ import gc
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
+from pathlib import Path
 
 from spmd_serve.errors import SpmdError
 from spmd_serve.liveness.proc import started_ticks
@@ -77,6 +81,56 @@ def start_watcher(
     finally:
         # Whatever happens here, the caller's code never goes on in this process.
         os._exit(status)
+
+
+def spawn_watcher(
+    anchor_pid: int,
+    restart_count: int,
+    *,
+    watch_agent: bool = True,
+    rank_timeout: float = 10.0,
+    grace_s: float = 2.0,
+    deadline_s: float = 10.0,
+) -> str:
+    """As `start_watcher`, for a process that has grown: threads, libraries, gigabytes that a fork would keep.
+
+    The watcher is a fresh interpreter. `anchor_pid`: the agent, or without one the calling process.
+    """
+    address = watcher_address(anchor_pid, restart_count)
+    listener = _bind(address, time.monotonic() + deadline_s)
+    parent = os.getpid()
+    descriptors = [listener.fileno(), os.pidfd_open(parent)]
+    agent_fd = open_pidfd(anchor_pid) if watch_agent else None
+    if agent_fd is not None:
+        descriptors.append(agent_fd)
+    numbers = [listener.fileno(), parent, descriptors[1], anchor_pid, -1 if agent_fd is None else agent_fd]
+    root = str(Path(__file__).parents[2])
+    program = f"import sys; sys.path.insert(0, {root!r}); from {__name__} import run_spawned; run_spawned()"
+    words = [*map(str, numbers), str(restart_count), str(rank_timeout), str(grace_s)]
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", program, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=descriptors,
+        process_group=0,
+    )
+    child.returncode = 0  # it outlives us: Popen must not complain about that
+    listener.close()
+    for number in descriptors[1:]:
+        os.close(number)
+    return address
+
+
+def run_spawned(words: Sequence[str] | None = None) -> None:
+    """The main program of `spawn_watcher`'s child."""
+    *numbers, rank_timeout, grace_s = sys.argv[1:] if words is None else words
+    listener_fd, parent, parent_fd, anchor, agent_fd, restart_count = map(int, numbers)
+    _settle_in({listener_fd, parent_fd, agent_fd})
+    from spmd_serve.liveness.watcher import Watcher
+
+    listener = socket.socket(fileno=listener_fd)
+    agent = None if agent_fd < 0 else (anchor, agent_fd)
+    Watcher(listener, (parent, parent_fd), agent, restart_count, float(rank_timeout), float(grace_s)).run()
 
 
 def _bind(address: str, deadline: float) -> socket.socket:

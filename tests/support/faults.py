@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 from tests.support.processes import Process, descendants, look, wait_exit
 from tests.support.waiting import wait_until
@@ -49,6 +50,13 @@ def rank_processes(root: int) -> dict[int, Process]:
         if rank is not None and parent is not None and "RANK" not in parent.environ():
             found[int(rank)] = process
     return found
+
+
+def watcher_below(root: int) -> int:
+    """The pid of the host's watcher, for the one agent or lone rank `root`."""
+    names = {process.pid: Path(f"/proc/{process.pid}/comm").read_text() for process in descendants(root)}
+    (pid,) = (pid for pid, name in names.items() if name.strip() == "spmd-watcher")
+    return pid
 
 
 def pid_of_rank(root: int, rank: int, deadline_s: float = 30.0) -> int:

@@ -1,0 +1,98 @@
+"""``spmd_serve batch``: the launch of `serve`, with a file of requests in the place of the HTTP door."""
+
+import argparse
+import asyncio
+import os
+
+from spmd_serve.batch import BatchOptions, Launch, Prepared, finish_batch, prepare, run_batch_with_engine
+from spmd_serve.batch.fingerprint import answer_flags
+from spmd_serve.errors import ExitCode
+from spmd_serve.flags import Early, host_name
+from spmd_serve.job import Job
+from spmd_serve.liveness.proc import started_ticks
+from spmd_serve.serve import agree, control_spec, end, engine_config, run_shard, start_child
+
+
+def batch(early: Early) -> int:
+    """Answer a file of requests; returns the exit code (LINES_FAILED: all is written, some lines failed)."""
+    if early.wants_help:
+        return print_help(early)
+    fork_engines = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
+    job = Job.enter(early.flags)
+    with job.reported():
+        args, layout = agree(job, early, BatchOptions.add_to)
+        options = BatchOptions.from_namespace(args)
+        prepared = open_files(job, args, options)
+        if is_complete(job, prepared):
+            return finish(job, prepared)
+        spec = control_spec(job, layout)
+        config = engine_config(job, args)
+        child = None
+        if prepared is not None:
+            files = prepared
+
+            def body() -> int:
+                return run_in_child(args, options, files)
+
+            child = start_child(job, args, spec, "batch run", body, fork_engines, {})
+        run_shard(job, config, spec)
+        return end(job, child, args.shutdown_timeout)
+
+
+def print_help(early: Early) -> int:
+    """All flags: ours and the batch's first, then vLLM's."""
+    from spmd_serve.engine.config import make_parser
+
+    make_parser(BatchOptions.add_to).parse_args(list(early.rest))
+    return ExitCode.OK
+
+
+def open_files(job: Job, args: argparse.Namespace, options: BatchOptions) -> Prepared | None:
+    """On rank 0: open the input, lock the output, compare both with what an earlier run left."""
+    from spmd_serve.engine.config import make_parser
+
+    prepared = None
+    with job.voting("the batch's files"):
+        if job.membership.me.rank == 0:
+            agent = job.env.agent_pid
+            launch = Launch(f"{host_name()}:{agent}:{started_ticks(agent)}", job.env.restart_count > 0)
+            defaults = {action.dest: action.default for action in make_parser(BatchOptions.add_to)._actions}
+            prepared = prepare(options, answer_flags(vars(args), defaults), launch)
+    return prepared
+
+
+def is_complete(job: Job, prepared: Prepared | None) -> bool:
+    """Whether an earlier run has answered every line; all ranks know, as none needs to load a model then."""
+    from spmd_serve.rendezvous import get_json, put_json
+
+    store, key = job.membership.store, "batch/complete"
+    if prepared is not None:
+        put_json(store, key, prepared.is_complete)
+    return bool(get_json(store, key, job.flags.join_timeout, "the state of the output", "rank 0", job.say))
+
+
+def finish(job: Job, prepared: Prepared | None) -> int:
+    """Nothing is left to ask: sort, upload and sum up on rank 0, then leave together."""
+    code = ExitCode.OK
+    job.serving = True  # this function ends the process, not the announced end
+    if prepared is not None:
+        code = asyncio.run(finish_batch(prepared))
+        job.announce_end()
+    else:
+        job.leave_together(job.flags.join_timeout)
+    return code
+
+
+def run_in_child(args: argparse.Namespace, options: BatchOptions, prepared: Prepared) -> int:
+    """In rank 0's child: vLLM's engine client over our executor, then line by line."""
+    import uvloop
+
+    from spmd_serve.batch.handlers import load_plugins, open_engine, start_metrics
+
+    async def run() -> int:
+        load_plugins(args)
+        start_metrics(options, args)
+        async with open_engine(args) as engine_client:
+            return await run_batch_with_engine(engine_client, args, options, prepared=prepared)
+
+    return int(uvloop.run(run()))

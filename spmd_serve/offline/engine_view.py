@@ -1,0 +1,76 @@
+"""`llm.llm_engine` on every rank: what scripts written for vLLM look for there.
+
+Methods of vLLM's LLMEngine are collective calls here as well; the configuration, and this rank's own shard
+(`model_executor.driver_worker`), are there on every rank.
+"""
+
+import copy
+import inspect
+from typing import Any
+
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from spmd_serve.offline.session import Session
+
+
+class ExecutorView:
+    """`llm_engine.model_executor`: this rank's shard, and calls of all shards."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def driver_worker(self) -> Any:
+        """vLLM's worker of this rank (`.worker`, `.model_runner.model`): use it between calls only."""
+        return self._session.shard.worker
+
+    def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a worker's method on every rank; every rank calls this."""
+        return EngineView(self._session).collective_rpc(*args, **kwargs)
+
+
+class EngineView:
+    """Stands in for vLLM's LLMEngine."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def vllm_config(self) -> Any:
+        """vLLM's configuration; its data-parallel numbers are this rank's, where the script gave a size."""
+        session = self._session
+        config = copy.copy(session.config)
+        if session.options.given["dp"] is not None:
+            config.parallel_config = copy.copy(config.parallel_config)
+            config.parallel_config.data_parallel_size = session.layout.dp
+            config.parallel_config.data_parallel_rank = session.replica
+        return config
+
+    @property
+    def model_config(self) -> Any:
+        """vLLM's model configuration."""
+        return self._session.config.model_config
+
+    @property
+    def model_executor(self) -> ExecutorView:
+        """See `ExecutorView`."""
+        return ExecutorView(self._session)
+
+    def __getattr__(self, name: str) -> Any:
+        method = inspect.getattr_static(LLMEngine, name, None)
+        if name.startswith("_") or not inspect.isfunction(method):
+            raise AttributeError(
+                f"llm_engine.{name} is not there: vLLM's engine is in the driver's rank only"
+            )
+        session = self._session
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = inspect.signature(method).bind(None, *args, **kwargs).arguments
+            arguments = {key: value for key, value in bound.items() if key != "self"}
+
+            def run() -> Any:
+                return getattr(session.llm.llm_engine, name)(*args, **kwargs)
+
+            return session.call(f"llm_engine.{name}", arguments, run)
+
+        return call

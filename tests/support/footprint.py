@@ -1,0 +1,108 @@
+"""What a running job holds on this machine, and whether all of it is gone after its end."""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from tests.support.processes import Process, assert_gone, descendants, look, survivors
+from tests.support.waiting import wait_until
+
+SHARED = Path("/dev/shm")
+TIDY_S = 5.0  # for those who only clean up behind others: multiprocessing's resource tracker
+SPIN_S = 3.0
+LISTEN = "0A"  # in /proc/net/tcp
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A job's processes, its names in /dev/shm, and the TCP ports that it listens on."""
+
+    processes: tuple[Process, ...]
+    shared: frozenset[str]
+    ports: frozenset[int]
+
+    @classmethod
+    def of(cls, *roots: int) -> Self:
+        """Everything at and below the processes `roots` now."""
+        family = [process for root in roots for process in (look(root), *descendants(root)) if process]
+        pids = [process.pid for process in family]
+        shared = {name for pid in pids for name in _shared_of(pid)}
+        ports = {port for pid in pids for port in ports_of(pid)}
+        return cls(tuple(family), frozenset(shared), frozenset(ports))
+
+    def assert_gone(self, deadline_s: float) -> None:
+        """Waits until nobody runs any more, then until nothing is left; AssertionError names what is."""
+        workers = [process for process in self.processes if not _is_tracker(process)]
+        assert_gone(workers, deadline_s)
+        assert_gone(self.processes, TIDY_S)
+        wait_until(lambda: not self.left(), TIDY_S, f"the end of {self.shared}")
+        taken = self.ports & {port for port, _ in _listeners("self")}
+        assert not taken, f"somebody still listens on {taken}"
+
+    def left(self) -> set[str]:
+        """The names in /dev/shm that are still there."""
+        return {name for name in self.shared if (SHARED / name).exists()}
+
+    def seconds_to_end(self, deadline_s: float) -> float:
+        """How long from now until all processes have ended; AssertionError after the deadline."""
+        started = time.monotonic()
+        workers = [process for process in self.processes if not _is_tracker(process)]
+        try:
+            wait_until(lambda: not survivors(workers), deadline_s, "the end of the job")
+        except AssertionError as late:
+            names = ", ".join(str(process) for process in survivors(workers))
+            raise AssertionError(f"{late}: still there: {names}") from None
+        return time.monotonic() - started
+
+
+def idle_cpu(pids: Mapping[str, int], seconds: float) -> dict[str, float]:
+    """The share of one core that each named process used while we slept, once vLLM's rings have stopped
+
+    spinning, which they do for a second after the last message.
+    """
+    time.sleep(SPIN_S)
+    before, started = {name: cpu_seconds(pid) for name, pid in pids.items()}, time.monotonic()
+    time.sleep(seconds)  # the measurement itself
+    span = time.monotonic() - started
+    return {name: (cpu_seconds(pid) - before[name]) / span for name, pid in pids.items()}
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has used so far, all its threads together."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _is_tracker(process: Process) -> bool:
+    return "resource_tracker" in process.command
+
+
+def _shared_of(pid: int) -> set[str]:
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return set()
+    return set(re.findall(rf" {SHARED}/(\S+)$", maps, re.MULTILINE))
+
+
+def ports_of(pid: int) -> set[int]:
+    """The TCP ports on which a process listens, in whatever network namespace."""
+    targets = []
+    for entry in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            targets.append(os.readlink(entry))
+    with contextlib.suppress(OSError):
+        return {port for port, inode in _listeners(pid) if f"socket:[{inode}]" in targets}
+    return set()
+
+
+def _listeners(pid: int | str) -> list[tuple[int, str]]:
+    """Port and inode of all listening TCP sockets in a process's network namespace."""
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return [(int(line[1].rpartition(":")[2], 16), line[9]) for line in lines if line[3] == LISTEN]

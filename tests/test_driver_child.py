@@ -1,0 +1,86 @@
+"""Rank 0's child starts with a clean environment."""
+
+import os
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, EntryPoints
+from unittest import mock
+
+import pytest
+
+from spmd_serve import driver_child
+from spmd_serve.driver_child import LOADING_TIMEOUT_S, PLUGIN, prepare_environ
+
+
+@pytest.fixture(autouse=True)
+def environ() -> Iterator[None]:
+    """Whatever a test does to the environment is undone."""
+    with mock.patch.dict(os.environ, clear=True):
+        yield
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **plugins: str) -> None:
+    """Have these plugins (name to vLLM's group) installed, and no others."""
+
+    def entry_points(*, group: str) -> EntryPoints:
+        return EntryPoints(
+            EntryPoint(name, "module:function", group) for name, known in plugins.items() if known == group
+        )
+
+    monkeypatch.setattr(driver_child, "entry_points", entry_points)
+
+
+def test_torchruns_variables_stay_behind() -> None:
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "node0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "PET_NNODES": "2",
+        "OMP_NUM_THREADS": "1",
+        "HOME": "/root",
+    }
+    prepare_environ()
+    ours = {"VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_PLUGINS"}
+    assert set(os.environ) - {"PYTEST_CURRENT_TEST"} == {"HOME", *ours}
+
+
+def test_loading_may_take_long_unless_the_user_says_how_long() -> None:
+    prepare_environ()
+    assert os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] == str(LOADING_TIMEOUT_S)
+    os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = "60"
+    prepare_environ()
+    assert os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] == "60"
+
+
+def test_our_routes_do_not_switch_off_other_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        monkeypatch,
+        lora_resolver="vllm.general_plugins",
+        device="vllm.platform_plugins",
+        routes="vllm.endpoint_plugins",  # these vLLM loads only where they are named
+    )
+    prepare_environ()
+    assert os.environ["VLLM_PLUGINS"].split(",") == ["device", "lora_resolver", PLUGIN]
+
+
+def test_without_other_plugins_ours_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    prepare_environ()
+    assert os.environ["VLLM_PLUGINS"] == PLUGIN
+
+
+def test_the_users_own_list_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, lora_resolver="vllm.general_plugins")
+    os.environ["VLLM_PLUGINS"] = "theirs"
+    prepare_environ()
+    assert os.environ["VLLM_PLUGINS"] == f"theirs,{PLUGIN}"
+    prepare_environ()
+    assert os.environ["VLLM_PLUGINS"] == f"theirs,{PLUGIN}"
+
+
+def test_our_plugin_is_installed_under_that_name() -> None:
+    from importlib.metadata import entry_points
+
+    (ours,) = [item for item in entry_points(group="vllm.endpoint_plugins") if item.name == PLUGIN]
+    assert ours.value == "spmd_serve.server.endpoints:plugin"

@@ -1,0 +1,85 @@
+"""What we lean on in vLLM is there, and what moves is named."""
+
+from typing import Any
+
+import pytest
+
+from spmd_serve.errors import UsageError
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+
+def test_the_installed_vllm_fits() -> None:
+    from vllm.version import __version__
+
+    from spmd_serve.engine import seam
+
+    seam.check()
+    assert __version__.startswith(seam.WRITTEN_FOR)
+
+
+def test_a_method_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spmd_serve.engine import seam
+
+    monkeypatch.delattr(seam.MultiprocExecutor, "_get_output_rank")
+    with pytest.raises(
+        UsageError, match=r"^vLLM 0\.32.* has no MultiprocExecutor\._get_output_rank: .*install vllm>=0\.32,<"
+    ):
+        seam.check()
+
+
+def test_a_parameter_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spmd_serve.engine import seam
+
+    def dequeue(self: Any, patience: float) -> None: ...
+
+    monkeypatch.setattr(seam.MessageQueue, "dequeue", dequeue)
+    with pytest.raises(
+        UsageError,
+        match=r"MessageQueue\.dequeue no longer takes indefinite, timeout, as it did in vLLM 0\.32",
+    ):
+        seam.check()
+
+
+def test_engine_cores_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine import utils
+
+    from spmd_serve.engine import seam
+
+    monkeypatch.setattr(utils, "get_mp_context", utils.get_mp_context)  # put back afterwards
+    seam.fork_engine_cores()
+    assert utils.get_mp_context().get_start_method() == "fork"
+
+
+def test_our_subclasses_override_what_exists() -> None:
+    from spmd_serve.engine.executor import TorchrunExecutor
+    from spmd_serve.engine.seam import MultiprocExecutor, WorkerProc
+    from spmd_serve.engine.shard import Shard
+
+    for ours, theirs, names in (
+        (
+            TorchrunExecutor,
+            MultiprocExecutor,
+            (
+                *("_init_executor", "execute_model", "sample_tokens", "collective_rpc", "shutdown"),
+                *("determine_available_memory", "compile_or_warm_up_model"),
+            ),
+        ),
+        (Shard, WorkerProc, ("_init_message_queues", "_execute_worker_rpc")),
+    ):
+        for name in names:
+            assert name in vars(ours) and hasattr(theirs, name), name
+
+
+@pytest.mark.parametrize("attribute", ["busy_loop_s", "last_read"])
+def test_a_ring_can_be_quietened(attribute: str) -> None:
+    """`quieten` would do nothing, in silence, if these were renamed."""
+    from spmd_serve.engine import seam
+
+    writer = seam.MessageQueue(1, 1, max_chunk_bytes=1 << 16)
+    reader = seam.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    assert hasattr(reader._spin_condition, attribute)
+    seam.quieten(reader)
+    assert reader._spin_condition.last_read == 0.0
+    for queue in (writer, reader):
+        queue.shutdown()
