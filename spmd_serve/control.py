@@ -30,8 +30,8 @@ class ControlSpec:
     allow_classes: tuple[str, ...]
     heartbeat_s: float
     join_timeout_s: float
-    driver_spin_s: float | None = None
-    rank_spin_s: float | None = None
+    driver_spins: bool = True
+    ranks_spin: bool = True
     in_process: bool = False
     """Each driver runs in the process of its replica's first rank (scripts), not in one of its own."""
 

@@ -14,7 +14,7 @@ from spmd_serve.driver_child import DriverChild
 from spmd_serve.errors import ExitCode, PeerLost, UsageError
 from spmd_serve.flags import Early, host_name
 from spmd_serve.job import LAST_WORDS_S, Job
-from spmd_serve.spinning import is_autogrouped, spin_seconds
+from spmd_serve.spinning import is_autogrouped, who_spins
 from spmd_serve.topology import Layout
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def control_spec(job: Job, layout: Layout) -> ControlSpec:
     """What drivers and ranks need to know to find each other."""
     membership, flags = job.membership, job.flags
     allowed = os.sched_getaffinity(0)
-    driver_spin_s, rank_spin_s = spin_seconds(
+    driver_spins, ranks_spin = who_spins(
         membership.cluster, membership.me, len(allowed), autogrouped=is_autogrouped()
     )
     return ControlSpec(
@@ -124,8 +124,8 @@ def control_spec(job: Job, layout: Layout) -> ControlSpec:
         allow_classes=flags.control_allow_class,
         heartbeat_s=HEARTBEAT_S,
         join_timeout_s=flags.join_timeout,
-        driver_spin_s=driver_spin_s,
-        rank_spin_s=rank_spin_s,
+        driver_spins=driver_spins,
+        ranks_spin=ranks_spin,
     )
 
 

@@ -11,10 +11,8 @@ SPARE_CORES = 2
 """What the driver and the API server need beside the ranks, if all of them may spin."""
 
 
-def spin_seconds(
-    cluster: Cluster, me: RankInfo, cores: int, *, autogrouped: bool
-) -> tuple[float | None, float | None]:
-    """Seconds of polling after a message, for the driver and for a rank; None stands for vLLM's own (1 s).
+def who_spins(cluster: Cluster, me: RankInfo, cores: int, *, autogrouped: bool) -> tuple[bool, bool]:
+    """Whether the driver, and whether the ranks of this machine, poll for a second after each message.
 
     With cores to spare, polling is the fastest. Without, a rank that polls takes its core from its driver and
     its neighbours, so it sleeps. A driver that polls (and yields) still pays then, as it keeps cores awake
@@ -23,8 +21,8 @@ def spin_seconds(
     """
     ranks = sum(info.machine_id == me.machine_id for info in cluster.ranks)
     if cores - ranks >= SPARE_CORES:
-        return None, None
-    return (0.0 if autogrouped else None), 0.0
+        return True, True
+    return not autogrouped, False
 
 
 def is_autogrouped(autogroup: Path = _AUTOGROUP, cgroup: Path = _CGROUP) -> bool:

@@ -83,3 +83,25 @@ def test_a_ring_can_be_quietened(attribute: str) -> None:
     assert reader._spin_condition.last_read == 0.0
     for queue in (writer, reader):
         queue.shutdown()
+
+
+def test_a_napping_reader_sleeps_but_never_for_long_while_messages_are_frequent() -> None:
+    from spmd_serve.engine import seam
+
+    writer = seam.MessageQueue(1, 1)
+    reader = seam.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    seam.nap_instead_of_spinning(reader)
+    condition = reader._spin_condition
+    naps: list[int | None] = []
+
+    class Poller:
+        def poll(self, timeout: int | None = None) -> list[object]:
+            naps.append(timeout)
+            return []
+
+    condition.poller = Poller()
+    condition.record_read()
+    condition.wait(timeout_ms=5000)
+    condition.last_read = 0.0
+    condition.wait(timeout_ms=5000)
+    assert naps == [seam.NAP_MS, 5000]

@@ -4,26 +4,24 @@ from pathlib import Path
 
 import pytest
 
-from spmd_serve.spinning import is_autogrouped, spin_seconds
+from spmd_serve.spinning import is_autogrouped, who_spins
 from tests.test_plan import cluster
 
 
 @pytest.mark.parametrize(
     ("cores", "autogrouped", "expected"),
     [
-        (4, True, (None, None)),
-        (64, False, (None, None)),
-        (3, True, (0.0, 0.0)),
-        (2, True, (0.0, 0.0)),
-        (2, False, (None, 0.0)),
-        (1, False, (None, 0.0)),
+        (4, True, (True, True)),
+        (64, False, (True, True)),
+        (3, True, (False, False)),
+        (2, True, (False, False)),
+        (2, False, (True, False)),
+        (1, False, (True, False)),
     ],
 )
-def test_only_spare_cores_are_spent(
-    cores: int, autogrouped: bool, expected: tuple[float | None, float | None]
-) -> None:
+def test_only_spare_cores_are_spent(cores: int, autogrouped: bool, expected: tuple[bool, bool]) -> None:
     job = cluster(2, 2)  # two ranks on each of two machines
-    assert spin_seconds(job, job.ranks[0], cores, autogrouped=autogrouped) == expected
+    assert who_spins(job, job.ranks[0], cores, autogrouped=autogrouped) == expected
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class DriverChannel:
             replies[spec.layout.first_rank(replica)] = self._own.replies
         for rank in plan.ring:
             address = get_json(store, loaded_key(rank), spec.join_timeout_s, "the reply ring", who[rank])
-            replies[rank] = RingInbox(address, 0, spin_s=spec.driver_spin_s)
+            replies[rank] = RingInbox(address, 0, spin=spec.driver_spins)
         if door is not None:
             remote = {rank: name for rank, name in who.items() if rank not in replies}
             replies.update(door.accept(remote, spec.join_timeout_s, logger.info))

@@ -170,7 +170,7 @@ class RankChannel:
             ring = RingInbox(
                 self._get(ring_key(self._replica, None)),
                 self._plan.ring.index(rank),
-                spin_s=self._spec.rank_spin_s,
+                spin=self._spec.ranks_spin,
             )
             source = self._root(ring) if self._spec.backend == "nccl" else ring
         else:

@@ -7,7 +7,7 @@ from typing import Any
 from spmd_serve import codec
 from spmd_serve.channel.base import ChannelStopped
 from spmd_serve.channel.relay import END
-from spmd_serve.engine.seam import Handle, MessageQueue, quieten, spin_for
+from spmd_serve.engine.seam import Handle, MessageQueue, nap_instead_of_spinning, quieten
 
 
 def handle_to_json(handle: Handle) -> dict[str, Any]:
@@ -54,15 +54,15 @@ class RingInbox:
     """The reading end of reader number `reader` of the ring at `address`."""
 
     def __init__(
-        self, address: dict[str, Any], reader: int, *, encoded: bool = False, spin_s: float | None = None
+        self, address: dict[str, Any], reader: int, *, encoded: bool = False, spin: bool = True
     ) -> None:
         """`encoded`: a relay writes what it received from the network, for us to decode.
 
-        `spin_s`: seconds to poll after a message before sleeping (None: as vLLM does).
+        `spin`: poll for a second after a message, as vLLM does, or sleep at once.
         """
         self._queue = MessageQueue.create_from_handle(handle_from_json(address), reader)
-        if spin_s is not None:
-            spin_for(self._queue, spin_s)
+        if not spin:
+            nap_instead_of_spinning(self._queue)
         self._encoded = encoded
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:

@@ -7,6 +7,7 @@ by vLLM: `check()` (run by a test, and at start) says clearly what moved.
 
 import inspect
 import multiprocessing
+import time
 
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
 from vllm.v1.engine import utils
@@ -94,9 +95,27 @@ def fork_engine_cores() -> None:
     utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
-def spin_for(queue: MessageQueue, seconds: float) -> None:
-    """How long after a message a ring's reader polls (and yields its core) before it sleeps; vLLM's: 1 s."""
-    queue._spin_condition.busy_loop_s = seconds
+NAP_MS = 1
+"""Longest sleep of a napping reader while messages are frequent."""
+
+
+def nap_instead_of_spinning(queue: MessageQueue) -> None:
+    """Let a ring's reader sleep between messages, instead of polling for a second after each.
+
+    The ring's notifications wake a sleeper at once, but can get lost: vLLM looks again after 5 s at the latest,
+    and spinning hides it. So while messages are frequent this reader looks again every millisecond; a quiet one
+    sleeps as long as vLLM's.
+    """
+    condition = queue._spin_condition
+    hot_s, condition.busy_loop_s = condition.busy_loop_s, -1.0  # vLLM's own wait never spins from now on
+    sleep = condition.wait
+
+    def wait(timeout_ms: int | None = None) -> None:
+        if time.monotonic() <= condition.last_read + hot_s:
+            timeout_ms = NAP_MS if timeout_ms is None else min(timeout_ms, NAP_MS)
+        sleep(timeout_ms=timeout_ms)
+
+    condition.wait = wait
 
 
 def quieten(queue: MessageQueue) -> None:

@@ -27,6 +27,7 @@ from spmd_serve.rendezvous import Membership, connect_store
 from spmd_serve.report import report
 from spmd_serve.torchrun_env import TorchrunEnv, error_file
 
+_VERDICT_S = 4.0
 _LAST_S = GRACE_S * 0.75
 """How long a process that ends by its own exception may take for that, before we end it."""
 
@@ -53,6 +54,7 @@ class ScriptJob(Job):
         super().__init__(flags, env)
         self.failing = False
         """This rank ends by an exception of its own."""
+        self._judged = threading.Event()
         self._pid = os.getpid()
         self._rounds = 0
         self._open: Open | None = None
@@ -133,6 +135,10 @@ class ScriptJob(Job):
         text = " ".join(str(problem).split())
         cause = text if isinstance(problem, SpmdError) else f"{type(problem).__name__}: {text}".rstrip(": ")
         self.link.failed(cause, peer=is_of_a_peer(problem))
+
+    def await_verdict(self) -> None:
+        """Somebody is gone, who knows why: wait a moment for the verdict, which ends this process with it."""
+        self._judged.wait(_VERDICT_S)
 
     # The script's end.
 

@@ -211,6 +211,8 @@ class Session:
                 self._lines.meet(Call.of(self._number, method, arguments))
             except (OutOfStep, PeerLost) as problem:
                 self._problem = problem
+                if isinstance(problem, PeerLost):
+                    self._job.await_verdict()
                 raise
             part = self._run(run) if self.is_driver else None
             return self._lines.conclude(part, lambda parts: _merged(parts, merge), everywhere).take()

@@ -14,7 +14,6 @@ from tests.support.faults import kill_nine
 from tests.support.footprint import idle_cpu
 from tests.support.job import HostsJob, error_lines, first_cause, hosts_job
 from tests.support.netns import Hosts
-from tests.support.processes import descendants
 from tests.support.stock import PROMPTS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.netns, pytest.mark.timeout(600)]
@@ -174,7 +173,6 @@ def test_a_node_that_never_joins_is_named(hosts: Hosts, tiny_qwen3: Path, tmp_pa
     server.ready_line = None
     with job.servers["node1"], server:
         assert server.wait_exit(60) not in (0, -signal.SIGKILL)
-        assert descendants(job.servers["node1"].pid)
         (said,) = error_lines(server)
         assert "rank 1" in said and "--join-timeout" in said
         assert "vllm" not in server.text().lower()  # nobody waits for imports before that

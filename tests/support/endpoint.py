@@ -34,6 +34,7 @@ class Endpoint:
             api_key=self.key,
             max_retries=0,
             timeout=REQUEST_LIMIT_S,
+            default_headers={"Connection": "close"},  # nothing stays open behind a test
             http_client=DefaultHttpxClient(verify=self._trust),
         )
 
