@@ -102,9 +102,9 @@ NAP_MS = 1
 def nap_instead_of_spinning(queue: MessageQueue) -> None:
     """Let a ring's reader sleep between messages, instead of polling for a second after each.
 
-    The ring's notifications wake a sleeper at once, but can get lost: vLLM looks again after 5 s at the latest,
-    and spinning hides it. So while messages are frequent this reader looks again every millisecond; a quiet one
-    sleeps as long as vLLM's.
+    The ring's notifications wake a sleeper at once, but can get lost: vLLM looks again after 5 s at the
+    latest, and spinning hides it. So while messages are frequent this reader looks again every millisecond;
+    a quiet one sleeps as long as vLLM's.
     """
     condition = queue._spin_condition
     hot_s, condition.busy_loop_s = condition.busy_loop_s, -1.0  # vLLM's own wait never spins from now on
