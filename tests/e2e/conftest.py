@@ -27,7 +27,7 @@ API_FLAGS = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run by hand for now (`pytest -m by_hand tests/e2e`): some of these fail still, and all take 15 minutes."""
+    """By hand for now (`pytest -m by_hand tests/e2e`): some of these still fail, and all take 15 minutes."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.by_hand)
