@@ -111,6 +111,10 @@ def _run(name: str, body: Callable[[], int], spec: ControlSpec, fork_engines: bo
         pass
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 0 if leaving.code is None else 1
+    except Exception as problem:
+        # vLLM then sends the engines home, whose ranks must not take that for a normal end.
+        link.failed(f"{type(problem).__name__}: {' '.join(str(problem).split())}")
+        raise
     if code >= 0:
         link.leaving()
     sys.stdout.flush()

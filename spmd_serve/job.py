@@ -72,16 +72,18 @@ class Job:
 
     def _open_watcher(self) -> None:
         env = self.env
+        # Without torchrun the parent may be a shell that has started other servers too.
+        anchor = env.agent_pid if env.launched else os.getpid()
         if env.local_rank == 0:
             self.watcher = start_watcher(
-                env.agent_pid,
+                anchor,
                 env.restart_count,
                 watch_agent=env.launched,
                 rank_timeout=self.flags.rank_timeout,
                 grace_s=GRACE_S,
             )
         else:
-            self.watcher = watcher_address(env.agent_pid, env.restart_count)
+            self.watcher = watcher_address(anchor, env.restart_count)
         hello = {"kind": "rank", "name": f"torchrun rank {env.rank}", "rank": None}
         self.link = WatcherLink.connect(
             self.watcher, hello, WATCHER_TIMEOUT_S, self._verdict, self._drain, self._end
@@ -250,7 +252,8 @@ class Job:
         if self._before_exit is not None:
             self._before_exit()
         # The watcher prints the cause, as the host's last line, when its members are gone.
-        report(PeerLost(verdict.cause), quiet=True)
+        alone = self.link.watcher_lost and self.env.local_rank == 0
+        report(PeerLost(verdict.cause), quiet=not alone)
         os._exit(ExitCode.FAILED)
 
 

@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from spmd_serve.control import ControlSpec
 from spmd_serve.driver_child import DriverChild
 from spmd_serve.errors import ExitCode, PeerLost, UsageError
 from spmd_serve.flags import Early, host_name
+from spmd_serve.identity import DIRECTORY, NO_WEIGHTS
 from spmd_serve.job import LAST_WORDS_S, Job
 from spmd_serve.spinning import is_autogrouped, who_spins
 from spmd_serve.topology import Layout
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 2.0
 """Seconds between an idle driver's signs of life to its ranks."""
+VERDICT_S = 2.0
+"""How long a verdict may take, once an accusation of a process's own is made."""
 CHILD_END_S = 15.0
 """How long rank 0's child may take to end after its engines have ended."""
 FINISHED = (ExitCode.OK, ExitCode.LINES_FAILED)
@@ -92,6 +96,9 @@ def agree(
         check_model(args.model)
         fingerprint = collect(flag_values(args), os.environ, args.model)
     compare(membership.store, membership.me, membership.cluster, fingerprint, job.flags.join_timeout, job.say)
+    with job.voting("the model's weights"):
+        if args.load_format == "auto" and fingerprint.items.get(DIRECTORY + args.model) == NO_WEIGHTS:
+            raise UsageError(f"--model {args.model} has no weight files (--load-format dummy invents some)")
     return args, layout
 
 
@@ -195,12 +202,17 @@ def start_child(
 
 def _child_ended(job: Job, name: str, code: int) -> None:
     """The drivers' process ended, sent home by its work's end or before any engine could start."""
-    if code < 0:
-        job.link.failed(f"the {name} was killed by signal {-code} ({signal.Signals(-code).name})")
-    elif code in FINISHED:
+    if code in FINISHED:
         job.announce_end()
     else:
-        job.link.failed(f"the {name} ended with exit code {code}: see its log above")
+        job.link.failed(how_ended(name, code))
+
+
+def how_ended(name: str, code: int) -> str:
+    """The words for a child that failed with an exit code, or by minus a signal's number."""
+    if code < 0:
+        return f"the {name} was killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"the {name} ended with exit code {code}: see its log above"
 
 
 def run_shard(job: Job, config: Any, spec: ControlSpec) -> None:
@@ -236,5 +248,9 @@ def end(job: Job, child: DriverChild | None, drain_s: float) -> int:
     code = child.wait(drain_s + CHILD_END_S)
     if code is None:
         raise PeerLost(f"the {child.name} (pid {child.process.pid}) has not ended in time after its engine")
+    if code not in FINISHED:
+        # The verdict knows why and ends this process, unless the watcher is gone too.
+        threading.Event().wait(VERDICT_S)
+        raise PeerLost(how_ended(child.name, code))
     job.announce_end()
-    return code if code in FINISHED else ExitCode.FAILED
+    return code

@@ -86,6 +86,16 @@ class BroadcastOutbox:
         finally:
             self._lock.release()
 
+    def flush(self, timeout: float) -> bool:
+        """Wait until the members have all that was sent; False after `timeout` seconds. PeerLost."""
+        deadline = Deadline(timeout)
+        with self._lock:
+            while self._pending():
+                if deadline.over():
+                    return False
+                self._wait_for_oldest(deadline)
+        return True
+
     def shutdown(self, timeout: float = 2.0) -> None:
         """Tell the members that this was all, and close; waits at most `timeout` seconds for slow ones.
 

@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 from spmd_serve.channel.local import OwnLine
 from spmd_serve.control import ControlSpec
 from spmd_serve.engine.executor import STEP
+from spmd_serve.engine.gloo_devices import share_gloo_device
 from spmd_serve.engine.rank_channel import EndOfJob, RankChannel
 from spmd_serve.engine.seam import WorkerProc
 from spmd_serve.errors import SpmdError, is_of_a_peer
@@ -161,6 +162,7 @@ def open_world(vllm_config: Any, store: TorchStore, spec: ControlSpec, me: RankI
 
     Dense replicas are worlds of their own; MoE replicas share one world of DP·PP·TP ranks.
     """
+    share_gloo_device()
     layout = spec.layout
     shared = vllm_config.parallel_config.data_parallel_size > 1
     replica = layout.replica(me.rank)

@@ -55,6 +55,8 @@ class WatcherLink:
         self.watcher_pid = seat.watcher_pid
         self.verdict: Verdict | None = None
         self.has_ended = False
+        self.watcher_lost = False
+        """The verdict is our own: there is no watcher that would print it."""
         self._host = seat.host
         self._watcher = open_pidfd(seat.watcher_pid)
         self._sock = seat.sock
@@ -256,6 +258,7 @@ class WatcherLink:
     def _watcher_lost(self, cause: str, for_s: float | None) -> None:
         if self._left or self.has_ended:
             return
+        self.watcher_lost = True
         self._tell(Verdict(cause, None, self._host, time.time(), for_s))
         # Nobody else is left who would do it.
         if not self._closed.wait(self._grace_s):

@@ -127,6 +127,7 @@ class RootLines:
     def _stop(self, message: str | None) -> None:
         if message is not None:
             self._outbox.enqueue(["stop", message])
+            self._outbox.flush(_LAST_S)  # we may end now
             raise OutOfStep(message)
 
     def conclude(self, part: Outcome | None, merge: Merge, to_all: bool) -> Outcome:
@@ -141,6 +142,8 @@ class RootLines:
         except SpmdError as problem:  # not sent, for it holds what may not cross, or is too long
             outcome = Outcome(error=problem)
             self._outbox.enqueue(outcome.to_plain())
+        if outcome.error is not None:
+            self._outbox.flush(_LAST_S)
         return outcome
 
     def leave(self, farewell: Call) -> None:

@@ -1,6 +1,5 @@
 """What `LLM(...)` is given: our own arguments, vLLM's, and the sizes, which follow torchrun."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,8 +8,6 @@ from spmd_serve import flags as our_flags
 from spmd_serve.errors import UsageError
 from spmd_serve.flags import Flags
 from spmd_serve.topology import Layout
-
-logger = logging.getLogger(__name__)
 
 OUTPUTS_ON = ("all", "driver")
 EXTERNAL = "external_launcher"
@@ -56,9 +53,7 @@ def split(arguments: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
     if call_timeout <= 0:
         raise UsageError(f"call_timeout must be above 0 seconds, got {call_timeout:g}")
     backend = engine.pop("distributed_executor_backend", None)
-    if backend == EXTERNAL:
-        logger.info("distributed_executor_backend='%s' is not needed: ranks are torchrun's anyway", EXTERNAL)
-    elif backend is not None:
+    if backend not in (None, EXTERNAL):
         raise UsageError(
             f"distributed_executor_backend={backend!r}: leave it out: torchrun's ranks are the executor"
         )

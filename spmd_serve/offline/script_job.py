@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,8 @@ from spmd_serve.report import report
 from spmd_serve.torchrun_env import TorchrunEnv, error_file
 
 _VERDICT_S = 4.0
+_YIELD_S = 1.0
+"""torchrun ends all ranks at the first one's end: let that be the one that failed, after its last words."""
 _LAST_S = GRACE_S * 0.75
 """How long a process that ends by its own exception may take for that, before we end it."""
 
@@ -137,8 +140,9 @@ class ScriptJob(Job):
         self.link.failed(cause, peer=is_of_a_peer(problem))
 
     def await_verdict(self) -> None:
-        """Somebody is gone, who knows why: wait a moment for the verdict, which ends this process with it."""
-        self._judged.wait(_VERDICT_S)
+        """Somebody is gone: wait a moment for the verdict, which knows why and ends this process."""
+        if self._judged.wait(_VERDICT_S):
+            time.sleep(_VERDICT_S)
 
     # The script's end.
 
@@ -185,8 +189,10 @@ class ScriptJob(Job):
             timer.daemon = True
             timer.start()
             return
+        self._judged.set()
         # The watcher prints the cause, as the host's last line, when its members are gone.
         report(PeerLost(verdict.cause), quiet=True)
+        time.sleep(_YIELD_S)
         _flush()
         os._exit(ExitCode.FAILED)
 

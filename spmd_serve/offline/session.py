@@ -54,6 +54,8 @@ class Session:
         self.options = options
         self._job = ScriptJob.of_this_process(options.flags)
         self._job.begin_round(options.call_timeout)
+        if options.external:
+            self._job.say("distributed_executor_backend='external_launcher' is not needed, and ignored")
         self.me = self._job.membership.me
         self._number = 0
         self._busy = threading.Lock()

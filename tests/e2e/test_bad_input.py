@@ -50,11 +50,12 @@ def alone(tmp_path: Path, words: list[str], **variables: str) -> tuple[int, str]
 
 
 def on_ranks(ranks: int, tmp_path: Path, words: list[str]) -> str:
-    """Runs it under torchrun: what all ranks say in one voice, and torchrun in its last words."""
+    """Runs it under torchrun: what the ranks say in one voice, and torchrun in its last words."""
     with Server(torchrun_command(ranks, words), tmp_path / "log", environ=job_environ()) as server:
         assert server.wait_exit(LIMIT_S) not in (0, -signal.SIGKILL)
         said = error_lines(server)
-        assert len(said) == ranks and len(set(said)) == 1, server.text()
+        # As soon as one rank has ended, torchrun ends those that have not yet said it.
+        assert 1 <= len(said) <= ranks and len(set(said)) == 1, server.text()
         assert said[0] in first_cause(server)
         assert_nothing_was_loaded(server)
         return said[0]
@@ -80,7 +81,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 def test_a_model_without_weights(tiny_qwen3: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(tiny_qwen3, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     code, line = alone(tmp_path, arguments(bare))
-    assert code == USAGE and str(bare) in line and "weights" in line
+    assert code == USAGE and str(bare) in line and "has no weight files" in line
 
 
 def test_a_port_that_is_taken(tiny_qwen3: Path, taken_port: int, tmp_path: Path) -> None:
@@ -112,4 +113,4 @@ def test_a_master_that_nobody_reaches(tiny_qwen3: Path, tmp_path: Path) -> None:
         "MASTER_PORT": str(port),
     }
     code, line = alone(tmp_path, arguments(tiny_qwen3, "--join-timeout=4"), **variables)
-    assert code != 0 and f"127.0.0.1 port {port}" in line
+    assert code != 0 and f"127.0.0.1:{port}" in line

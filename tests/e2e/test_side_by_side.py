@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import kill_nine, watcher_below
-from tests.support.job import READY, Job, job_environ
+from tests.support.job import READY, Job, error_lines, job_environ
 from tests.support.ports import free_port
 from tests.support.server import Server
 from tests.support.stock import PROMPTS, SMALL_FLAGS
@@ -92,5 +92,6 @@ def test_a_killed_watcher_ends_the_job(jobs: tuple[Job, Job], capsys: pytest.Cap
     with capsys.disabled():
         print(f"\nkill -9 of the watcher: the whole job is gone after {seconds:.1f} s")
     assert job.server.wait_exit(1) == 1
-    assert "watcher" in job.server.text().splitlines()[-1]
+    (said,) = error_lines(job.server)
+    assert said == f"the watcher on host {os.uname().nodename} is gone"
     footprint.assert_gone(1.0)

@@ -70,55 +70,73 @@ def error_of(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-def tensor_parallel(out: Path, model: str, lora: str) -> Found:
-    """Two ranks, a process group of the script's own, and all kinds of calls."""
+def answers(llm: Any, lora: str) -> Found:
+    """All kinds of calls, with answers that stock vLLM must give as well."""
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
-    dist.init_process_group("gloo")
     found: Found = {}
+    found["greedy"] = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=RANK == 0))
+    found["again"] = tokens(llm.generate(list(PROMPTS), GREEDY, use_tqdm=False))
+    adapter = LoRARequest("adapter", 1, lora)
+    found["lora"] = tokens(llm.generate(PROMPTS, GREEDY, lora_request=adapter, use_tqdm=False))
+    sampling = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=8, logprobs=2)
+    several = llm.generate(PROMPTS[0], sampling, use_tqdm=False)[0]
+    found["several"] = [list(one.token_ids) for one in several.outputs]
+    found["logprobs"] = [sorted(place) for place in several.outputs[0].logprobs]
+    found["prompt"] = several.prompt
+    messages = [{"role": "user", "content": "Tell me about France."}]
+    found["chat"] = llm.chat(messages, SHORT, use_tqdm=False)[0].outputs[0].text
+    beams = llm.beam_search([{"prompt": PROMPTS[1]}], BeamSearchParams(beam_width=2, max_tokens=4))
+    found["beams"] = [sequence.tokens for sequence in beams[0].sequences]
+    choice = SamplingParams(
+        temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["red", "blue"])
+    )
+    found["choice"] = llm.generate(PROMPTS[2], choice, use_tqdm=False)[0].outputs[0].text
+    ids = llm.enqueue([{"prompt_token_ids": [72, 105]}, PROMPTS[3]], SHORT, use_tqdm=False)
+    found["queued"] = len(ids)
+    found["completed"] = tokens(llm.wait_for_completion(use_tqdm=False))
+    found["too long"] = error_of(lambda: llm.generate(["a" * 2000], SHORT, use_tqdm=False))
+    found["wrong kind"] = error_of(lambda: llm.embed(["a"], use_tqdm=False))
+    found["tokenizer"] = llm.get_tokenizer().encode("Hi")
+    found["cache"] = llm.reset_prefix_cache()
+    llm.sleep(0)
+    llm.wake_up(tags=["scheduling"])
+    found["sleeping"] = llm.llm_engine.is_sleeping()
+    found["weight version"] = llm.get_weight_version()
+    found["default"] = llm.get_default_sampling_params().max_tokens
+    return found
+
+
+def stock(out: Path, model: str, lora: str) -> Found:
+    """The same calls, answered by vLLM's own LLM."""
+    import vllm
+
+    arguments = {name: value for name, value in SMALL.items() if name != "call_timeout"}
+    return answers(vllm.LLM(model, enable_lora=True, max_lora_rank=8, **arguments), lora)
+
+
+def tensor_parallel(out: Path, model: str, lora: str) -> Found:
+    """Two ranks, a process group of the script's own, and two LLMs one after the other."""
+    dist.init_process_group("gloo")
     extension = f"{__name__}.{Extension.__name__}"
     arguments = {**SMALL, "enable_lora": True, "max_lora_rank": 8, "worker_extension_cls": extension}
+    found: Found = {}
     with LLM(model, tensor_parallel_size=2, **arguments) as llm:
-        found["greedy"] = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=RANK == 0))
-        found["again"] = tokens(llm.generate(list(PROMPTS), GREEDY, use_tqdm=False))
-        adapter = LoRARequest("adapter", 1, lora)
-        found["lora"] = tokens(llm.generate(PROMPTS, GREEDY, lora_request=adapter, use_tqdm=False))
-        sampling = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=8, logprobs=2)
-        several = llm.generate(PROMPTS[0], sampling, use_tqdm=False)[0]
-        found["several"] = [list(one.token_ids) for one in several.outputs]
-        found["logprobs"] = [len(place) for place in several.outputs[0].logprobs]
-        found["prompt"] = several.prompt
-        messages = [{"role": "user", "content": "Tell me about France."}]
-        found["chat"] = llm.chat(messages, SHORT, use_tqdm=False)[0].outputs[0].text
-        beams = llm.beam_search([{"prompt": PROMPTS[1]}], BeamSearchParams(beam_width=2, max_tokens=4))
-        found["beams"] = [sequence.tokens for sequence in beams[0].sequences]
-        choice = SamplingParams(
-            temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["red", "blue"])
-        )
-        found["choice"] = llm.generate(PROMPTS[2], choice, use_tqdm=False)[0].outputs[0].text
-        ids = llm.enqueue([{"prompt_token_ids": [72, 105]}, PROMPTS[3]], SHORT, use_tqdm=False)
-        found["queued"] = len(ids)
-        found["completed"] = tokens(llm.wait_for_completion(use_tqdm=False))
-        too_long = "a" * 2000
-        found["too long"] = error_of(lambda: llm.generate([too_long], SHORT, use_tqdm=False))
+        found["answers"] = answers(llm, lora)
         found["ranks"] = llm.collective_rpc("my_rank")
         found["one fails"] = error_of(lambda: llm.collective_rpc("fail_on", args=(0,)))
         found["other fails"] = error_of(lambda: llm.collective_rpc("fail_on", args=(1,)))
         found["none fails"] = llm.collective_rpc("fail_on", args=(7,))
+        found["unknown"] = error_of(lambda: llm.collective_rpc("no_such_method"))
         found["code"] = error_of(lambda: llm.collective_rpc(lambda worker: worker.rank))
         found["engine"] = llm.llm_engine.model_executor.collective_rpc("my_rank")
-        found["tokenizer"] = llm.get_tokenizer().encode("Hi")
+        model_of_rank = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+        found["head"] = list(model_of_rank.lm_head.weight.shape)
         found["world"] = [llm.get_world_size(), llm.get_world_size(include_dp=False)]
         found["repr"] = repr(llm)
-        found["cache"] = llm.reset_prefix_cache()
-        llm.sleep(0)
-        llm.wake_up(tags=["scheduling"])
-        found["sleeping"] = llm.llm_engine.is_sleeping()
-        found["weight version"] = llm.get_weight_version()
-        found["bad name"] = error_of(lambda: llm.collective_rpc("no_such_method"))
-
     found["closed"] = error_of(lambda: llm.generate(PROMPTS[0], SHORT))
+    found["shard"] = llm.worker is None
     total = torch.tensor([RANK + 1])
     dist.all_reduce(total)
     found["own group"] = [int(total), dist.get_world_size()]
@@ -198,19 +216,39 @@ def alone(out: Path, model: str, lora: str) -> Found:
 
 
 def embed(out: Path, model: str, lora: str) -> Found:
-    """A pooling model."""
+    """A pooling model on two ranks."""
     with LLM(model, runner="pooling", convert="embed", **SMALL) as llm:
-        outputs = llm.embed(list(PROMPTS), use_tqdm=False)
-        return {
-            "embeddings": [output.outputs.embedding for output in outputs],
-            "generate": error_of(lambda: llm.generate(PROMPTS[0], SHORT)),
-        }
+        return pooled(llm)
 
 
-SCRIPTS = {one.__name__: one for one in (tensor_parallel, pipeline_parallel, data_parallel, alone, embed)}
+def stock_embed(out: Path, model: str, lora: str) -> Found:
+    """The same of vLLM's own LLM."""
+    import vllm
+
+    arguments = {name: value for name, value in SMALL.items() if name != "call_timeout"}
+    return pooled(vllm.LLM(model, runner="pooling", convert="embed", **arguments))
+
+
+def pooled(llm: Any) -> Found:
+    outputs = llm.embed(list(PROMPTS), use_tqdm=False)
+    scores = llm.score(PROMPTS[0], list(PROMPTS[1:4]), use_tqdm=False)
+    return {
+        "embeddings": [output.outputs.embedding for output in outputs],
+        "scores": [score.outputs.score for score in scores],
+        "generate": error_of(lambda: llm.generate(PROMPTS[0], SHORT)),
+    }
+
+
+SCRIPTS = {
+    one.__name__: one
+    for one in (stock, tensor_parallel, pipeline_parallel, data_parallel, alone, embed, stock_embed)
+}
 
 if __name__ == "__main__":
     what, folder, *rest = sys.argv[1:]
     result = SCRIPTS[what](Path(folder), *rest)
     print(f"script of rank {RANK} is done", flush=True)
     (Path(folder) / f"rank{RANK}.json").write_text(json.dumps(result))
+    if what.startswith("stock"):
+        sys.stdout.flush()
+        os._exit(0)  # the end of vLLM's own engine is not what is under test, and it can abort
