@@ -10,8 +10,6 @@ from tests.support.ports import free_port
 from tests.support.server import Server
 from tests.support.stock import server_command, server_environ
 
-HERE = Path(__file__).parent
-
 KEY = "secret-of-the-test"
 # What the server under test is given as well, so that both answer all kinds of questions.
 API_FLAGS = (
@@ -23,14 +21,6 @@ API_FLAGS = (
     "--max-logprobs=10",
     f"--api-key={KEY}",
 )
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """By hand for now (`pytest -m by_hand tests/e2e`): some of these still fail, and all take 15 minutes."""
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.by_hand)
 
 
 def lora_flags(adapter: Path) -> list[str]:
