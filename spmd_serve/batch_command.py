@@ -6,10 +6,11 @@ import os
 
 from spmd_serve.batch import BatchOptions, Launch, Prepared, finish_batch, prepare, run_batch_with_engine
 from spmd_serve.batch.fingerprint import answer_flags
-from spmd_serve.errors import ExitCode
+from spmd_serve.errors import ExitCode, SpmdError
 from spmd_serve.flags import Early, host_name
 from spmd_serve.job import Job
 from spmd_serve.liveness.proc import started_ticks
+from spmd_serve.report import report
 from spmd_serve.serve import agree, control_spec, end, engine_config, run_shard, start_child
 
 
@@ -24,7 +25,7 @@ def batch(early: Early) -> int:
         options = BatchOptions.from_namespace(args)
         prepared = open_files(job, args, options)
         if is_complete(job, prepared):
-            return finish(job, prepared)
+            return exit_code(job, options, finish(job, prepared))
         spec = control_spec(job, layout)
         config = engine_config(job, args)
         child = None
@@ -36,7 +37,7 @@ def batch(early: Early) -> int:
 
             child = start_child(job, args, spec, "batch run", body, fork_engines, {})
         run_shard(job, config, spec)
-        return end(job, child, args.shutdown_timeout)
+        return exit_code(job, options, end(job, child, args.shutdown_timeout))
 
 
 def print_help(early: Early) -> int:
@@ -80,6 +81,21 @@ def finish(job: Job, prepared: Prepared | None) -> int:
         job.announce_end()
     else:
         job.leave_together(job.flags.join_timeout)
+    return code
+
+
+def exit_code(job: Job, options: BatchOptions, code: int) -> int:
+    """What this process ends with. torchrun takes all but 0 for a failure, and may start the job again.
+
+    So a finished run with failed lines ends with LINES_FAILED only where that is not answered by a restart.
+    """
+    if code != ExitCode.LINES_FAILED:
+        return code
+    failed = SpmdError(f"all lines are in {options.destination}, some of them with an error")
+    if job.env.restart_count < job.env.max_restarts:
+        job.say(f"{failed}: exit code 0 all the same, or torchrun would start the finished run again")
+        return ExitCode.OK
+    report(failed, quiet=True)
     return code
 
 

@@ -203,7 +203,7 @@ def _refused(line: BatchLine, problem: Exception) -> dict[str, Any]:
     from pydantic import ValidationError
 
     if not isinstance(problem, ValidationError):
-        return error_output(line.custom_id, str(problem))
+        return error_output(line.custom_id, f"body: {problem}")
     first = problem.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     more = f" (and {problem.error_count() - 1} more)" if problem.error_count() > 1 else ""

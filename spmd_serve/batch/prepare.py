@@ -102,6 +102,12 @@ def _open_output(
         content = source.identify()
         header = Header(content, flags)
         journal.start(header, job=launch.job, restart=options.restart, retry_failed=options.retry_failed)
+        complete = content is not None and len(journal.done) == content.lines
+        if options.max_errors is not None and journal.failed > options.max_errors and not complete:
+            raise UsageError(
+                f"{journal.failed} lines in {path} have failed, --max-errors is {options.max_errors}: "
+                "raise it, or ask for those lines again with --retry-failed"
+            )
     except BaseException:
         journal.close()
         raise

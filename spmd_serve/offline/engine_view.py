@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from spmd_serve.offline.session import Session
+from spmd_serve.offline.session import Session, own_call
 
 
 class ExecutorView:
@@ -68,9 +68,13 @@ class EngineView:
             bound = inspect.signature(method).bind(None, *args, **kwargs).arguments
             arguments = {key: value for key, value in bound.items() if key != "self"}
 
+            own = own_call(name, arguments)
+
             def run() -> Any:
+                if own is not None:
+                    return session.run_own(arguments.get("timeout"))
                 return getattr(session.llm.llm_engine, name)(*args, **kwargs)
 
-            return session.call(f"llm_engine.{name}", arguments, run)
+            return session.call(f"llm_engine.{name}", arguments, run, own=own)
 
         return call

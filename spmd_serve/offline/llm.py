@@ -13,7 +13,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from spmd_serve.offline import options
 from spmd_serve.offline.engine_view import EngineView
-from spmd_serve.offline.session import Session
+from spmd_serve.offline.session import Session, own_call
 from spmd_serve.offline.spread import PROMPTS, combine, gather, spread
 
 _NOT_COLLECTIVE = ("get_tokenizer", "get_world_size", "get_default_sampling_params", "from_engine_args")
@@ -35,6 +35,9 @@ class LLM(vllm.LLM):
     Every public method is a collective call: all ranks make it, in the same order, with the same arguments;
     else every rank gets an error that says who called what. `get_tokenizer`, `get_world_size` and
     `get_default_sampling_params` are not: any rank may call them at any time.
+
+    What is passed to `collective_rpc` and `apply_model` stays in its process: each shard runs the function
+    that its own rank has passed, with that rank's arguments, tensors too. The results of all ranks come back.
 
     With `data_parallel_size=N` prompts are spread over N replicas, and answers come back in order. With
     `distributed_executor_backend="external_launcher"`, as in scripts for vLLM's own torchrun support, each
@@ -104,7 +107,12 @@ class LLM(vllm.LLM):
         def merge(values: list[Any]) -> Any:
             return combine(method, values)
 
-        return session.call(method, arguments, lambda: self._run(method, arguments), merge, everywhere)
+        own = own_call(method, arguments)
+
+        def run() -> Any:
+            return session.run_own(arguments.get("timeout")) if own else self._run(method, arguments)
+
+        return session.call(method, arguments, run, merge, everywhere, own)
 
     def _spread(self, method: str, arguments: dict[str, Any], mine: int, everywhere: bool) -> Any:
         parts = spread(method, arguments, self._session.layout.dp)

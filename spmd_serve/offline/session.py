@@ -34,7 +34,7 @@ from spmd_serve.offline.lines import Lines, OutOfStep, open_lines
 from spmd_serve.offline.options import Options
 from spmd_serve.offline.outcome import Outcome, allow_answers
 from spmd_serve.offline.script_job import ScriptJob
-from spmd_serve.offline.shard_thread import ShardThread
+from spmd_serve.offline.shard_thread import OWN_CALL, OwnCall, ShardThread
 from spmd_serve.topology import Layout
 
 HEARTBEAT_S = 2.0
@@ -195,11 +195,13 @@ class Session:
         run: Callable[[], Any],
         merge: Callable[[list[Any]], Any] = lambda values: values[0],
         everywhere: bool = True,
+        own: OwnCall | None = None,
     ) -> Any:
         """Run a call that every rank makes; returns its result, or raises its error, on every rank.
 
         `run` is called on ranks that drive; `merge` makes one result of theirs. Without `everywhere` only the
-        driver gets the result, others None. Raises OutOfStep when ranks do not make the same call.
+        driver gets the result, others None. `own`: what `run_own` has this rank's shard do. Raises OutOfStep
+        when ranks do not make the same call.
         """
         if self._problem is not None:
             raise self._problem
@@ -209,6 +211,8 @@ class Session:
             raise RuntimeError(f"{method}() while another thread calls this LLM: one call at a time")
         try:
             self._number += 1
+            if own is not None:
+                self.shard.own_calls[self._number] = own
             try:
                 self._lines.meet(Call.of(self._number, method, arguments))
             except (OutOfStep, PeerLost) as problem:
@@ -220,6 +224,11 @@ class Session:
             return self._lines.conclude(part, lambda parts: _merged(parts, merge), everywhere).take()
         finally:
             self._busy.release()
+
+    def run_own(self, timeout_s: float | None) -> list[Any]:
+        """On a rank that drives, inside `call`: have every shard run its own rank's `own`; their results."""
+        results: list[Any] = self.llm.collective_rpc(OWN_CALL, timeout_s, (self._number,))
+        return results
 
     @staticmethod
     def _run(run: Callable[[], Any]) -> Outcome:
@@ -273,3 +282,12 @@ def _merged(parts: list[Outcome], merge: Callable[[list[Any]], Any]) -> Outcome:
         if part.error is not None:
             return part
     return Outcome(merge([part.value for part in parts]))
+
+
+def own_call(method: str, arguments: Mapping[str, Any]) -> OwnCall | None:
+    """What a call has each shard do with its own rank's arguments; None for methods of the driver."""
+    if method == "collective_rpc":
+        return arguments["method"], tuple(arguments.get("args") or ()), dict(arguments.get("kwargs") or {})
+    if method == "apply_model":
+        return method, (arguments["func"],), {}
+    return None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.v1.serial_utils import run_method
 
 from spmd_serve import cores
 from spmd_serve.channel.local import OwnLine
@@ -30,13 +31,26 @@ from spmd_serve.torchrun_env import TorchrunEnv
 
 _SLICE_S = 1.0
 
+OWN_CALL = "spmd_serve_own_call"
+"""Worker method that runs what this rank's script itself has passed to `collective_rpc` (see `OwnCall`)."""
+
+OwnCall = tuple[str | Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A worker's method or a function of the worker, with arguments. It never leaves its process: every rank's
+
+script makes the same call, so functions, and tensors of this rank alone, need not be sent.
+"""
+
 
 class ScriptShard(Shard):
     """A shard that leaves the script's process as it is."""
 
-    def __init__(self, *args: Any, loaded: Callable[[], None], **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, loaded: Callable[[], None], own_calls: dict[int, OwnCall], **kwargs: Any
+    ) -> None:
         self._say_loaded = loaded
+        self._own_calls = own_calls
         super().__init__(*args, **kwargs)
+        setattr(self.worker, OWN_CALL, self._run_own_call)
 
     @staticmethod
     def setup_proc_title_and_log_prefix(enable_ep: bool) -> None:
@@ -45,6 +59,9 @@ class ScriptShard(Shard):
     def _init_message_queues(self, input_shm_handle: Any, vllm_config: Any) -> None:
         self._say_loaded()
         super()._init_message_queues(input_shm_handle, vllm_config)
+
+    def _run_own_call(self, number: int) -> Any:
+        return run_method(self.worker, *self._own_calls.pop(number))
 
     def _execute_worker_rpc(self, rpc_request: Any) -> None:
         method = rpc_request[0]
@@ -92,6 +109,8 @@ class ShardThread:
         self._shard: ScriptShard | None = None
         # A daemon: Python joins others before it calls the functions registered with atexit.
         self._thread = threading.Thread(target=self._run, name="spmd-shard", daemon=True)
+        self.own_calls: dict[int, OwnCall] = {}
+        """By the number of the call that they belong to; taken from here when it is run."""
         self.worker: Any = None
         """vLLM's worker, from `wait_loaded` on until the thread ends."""
 
@@ -131,6 +150,7 @@ class ShardThread:
                 self._link,
                 self._own,
                 loaded=self._is_loaded,
+                own_calls=self.own_calls,
             )
             self._shard = shard
             self.worker = shard.worker

@@ -50,6 +50,9 @@ class Extension:
         self.model_runner.reload_weights(weights_iterator=iter(TRAINED.items()))
         return len(TRAINED)
 
+    def sum_of(self, tensor: torch.Tensor) -> float:
+        return float(tensor.sum())
+
     def fail_on(self, rank: int) -> str:
         if self.rank == rank:
             raise ValueError(f"rank {rank} fails")
@@ -129,7 +132,9 @@ def tensor_parallel(out: Path, model: str, lora: str) -> Found:
         found["other fails"] = error_of(lambda: llm.collective_rpc("fail_on", args=(1,)))
         found["none fails"] = llm.collective_rpc("fail_on", args=(7,))
         found["unknown"] = error_of(lambda: llm.collective_rpc("no_such_method"))
-        found["code"] = error_of(lambda: llm.collective_rpc(lambda worker: worker.rank))
+        found["function"] = llm.collective_rpc(lambda worker, more: [worker.rank, RANK + more], args=(10,))
+        found["own tensor"] = llm.collective_rpc("sum_of", args=(torch.full((2,), RANK + 1.0),))
+        found["model"] = llm.apply_model(lambda model: [RANK, *model.lm_head.weight.shape])
         found["engine"] = llm.llm_engine.model_executor.collective_rpc("my_rank")
         model_of_rank = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
         found["head"] = list(model_of_rank.lm_head.weight.shape)
