@@ -19,7 +19,8 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 LINES = 2000
-TINY = [chat(number, f"{number}", max_tokens=16, ignore_eos=True) for number in range(1, LINES + 1)]
+FLAGS = ("-tp=2", "--max-num-seqs=32")
+TINY = [chat(number, f"{number}", max_tokens=8, ignore_eos=True) for number in range(1, LINES + 1)]
 
 
 def children(pid: int) -> list[Process]:
@@ -57,7 +58,7 @@ def undisturbed(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> l
     """What a run gives that nobody disturbs."""
     bench = Bench(tmp_path_factory.mktemp("quiet"), tiny_qwen3)
     bench.put(TINY)
-    ended = bench.run("-tp=2")
+    ended = bench.run(*FLAGS)
     assert ended.code == 0, ended.text
     return sorted_lines(bench)
 
@@ -81,7 +82,7 @@ def test_killed_at_five_moments(
     moments = sorted(chance.sample(range(50, LINES - 200), len(whom)))
     done: set[bytes] = set()
     while whom:
-        with bench.server("-tp=2", max_restarts=max_restarts) as server:
+        with bench.server(*FLAGS, max_restarts=max_restarts) as server:
             goes_on = True
             while whom and goes_on:
                 victim, moment = whom.pop(), moments.pop(0)
@@ -93,7 +94,7 @@ def test_killed_at_five_moments(
                 assert_gone(family, 60)
                 goes_on = max_restarts > 0 and victim != "agent"
             assert (server.wait_exit(DEADLINE_S) == 0) is goes_on, server.tail()
-    ended = bench.run("-tp=2", max_restarts=max_restarts)
+    ended = bench.run(*FLAGS, max_restarts=max_restarts)
     assert ended.code == 0, ended.text
     assert sorted_lines(bench) == undisturbed
     assert done <= set(bench.output.read_bytes().splitlines()), "what was finished is done again"
@@ -107,7 +108,7 @@ def test_sigterm_stops_it_and_the_same_command_goes_on(
 ) -> None:
     bench = Bench(tmp_path, tiny_qwen3)
     bench.put(TINY)
-    with bench.server("-tp=2") as server:
+    with bench.server(*FLAGS) as server:
         wait_until(partial(bench.has, 100), DEADLINE_S, "100 lines")
         family = descendants(server.pid)
         os.kill(rank_processes(server.pid)[1].pid if to_a_rank else server.pid, signal.SIGTERM)
@@ -117,7 +118,7 @@ def test_sigterm_stops_it_and_the_same_command_goes_on(
         assert "failed" not in " ".join(own_lines(server)), server.tail()
     done = set(bench.output.read_bytes().splitlines())
     bench.put(TINY)
-    ended = bench.run("-tp=2")
+    ended = bench.run(*FLAGS)
     assert ended.code == 0, ended.text
     assert len(bench.by_id()) == LINES
     assert done <= set(bench.output.read_bytes().splitlines())

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from spmd_serve import LLM, SamplingParams
 from tests.support.models import make_model
@@ -25,6 +26,8 @@ SMALL: dict[str, Any] = {
     "enforce_eager": True,
     "call_timeout": 30.0,
 }
+STOCK = {name: value for name, value in SMALL.items() if name != "call_timeout"}
+LORA = {"enable_lora": True, "max_lora_rank": 8}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 SHORT = SamplingParams(temperature=0.0, max_tokens=8)
 
@@ -57,6 +60,9 @@ class Extension:
         if self.rank == rank:
             raise ValueError(f"rank {rank} fails")
         return "fine"
+
+
+EXTENSION = f"{__name__}.{Extension.__name__}"
 
 
 def tokens(outputs: Any) -> Any:
@@ -112,20 +118,23 @@ def answers(llm: Any, lora: str) -> Found:
 
 
 def stock(out: Path, model: str, lora: str) -> Found:
-    """The same calls, answered by vLLM's own LLM."""
+    """The same calls, answered by vLLM's own LLM on one rank, in this process."""
     import vllm
 
-    arguments = {name: value for name, value in SMALL.items() if name != "call_timeout"}
-    return answers(vllm.LLM(model, enable_lora=True, max_lora_rank=8, **arguments), lora)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    llm = vllm.LLM(model, **LORA, worker_extension_cls=EXTENSION, **STOCK)
+    found = {"answers": answers(llm, lora)}
+    TRAINED.update(load_file(make_model("qwen3", out / "trained", seed=5) / "model.safetensors"))
+    llm.collective_rpc("take_weights")
+    llm.reset_prefix_cache()
+    return {**found, "trained": tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))}
 
 
 def tensor_parallel(out: Path, model: str, lora: str) -> Found:
     """Two ranks, a process group of the script's own, and two LLMs one after the other."""
     dist.init_process_group("gloo")
-    extension = f"{__name__}.{Extension.__name__}"
-    arguments = {**SMALL, "enable_lora": True, "max_lora_rank": 8, "worker_extension_cls": extension}
     found: Found = {}
-    with LLM(model, tensor_parallel_size=2, **arguments) as llm:
+    with LLM(model, tensor_parallel_size=2, worker_extension_cls=EXTENSION, **LORA, **SMALL) as llm:
         found["answers"] = answers(llm, lora)
         found["ranks"] = llm.collective_rpc("my_rank")
         found["one fails"] = error_of(lambda: llm.collective_rpc("fail_on", args=(0,)))
@@ -159,8 +168,6 @@ def tensor_parallel(out: Path, model: str, lora: str) -> Found:
 
 def train(out: Path) -> dict[str, torch.Tensor]:
     """New weights: rank 0 has them, and the script's own process group brings them to the others."""
-    from safetensors.torch import load_file
-
     mine = load_file(make_model("qwen3", out / "trained", seed=5) / "model.safetensors") if RANK == 0 else {}
     shapes = [{name: tuple(tensor.shape) for name, tensor in mine.items()}]
     dist.broadcast_object_list(shapes, 0)
@@ -230,8 +237,7 @@ def stock_embed(out: Path, model: str, lora: str) -> Found:
     """The same of vLLM's own LLM."""
     import vllm
 
-    arguments = {name: value for name, value in SMALL.items() if name != "call_timeout"}
-    return pooled(vllm.LLM(model, runner="pooling", convert="embed", **arguments))
+    return pooled(vllm.LLM(model, runner="pooling", convert="embed", **STOCK))
 
 
 def pooled(llm: Any) -> Found:
