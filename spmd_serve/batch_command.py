@@ -15,7 +15,7 @@ from spmd_serve.serve import agree, control_spec, end, engine_config, run_shard,
 
 
 def batch(early: Early) -> int:
-    """Answer a file of requests; returns the exit code (LINES_FAILED: all is written, some lines failed)."""
+    """Answer a file of requests; returns the exit code (see `exit_code`)."""
     if early.wants_help:
         return print_help(early)
     fork_engines = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
@@ -89,6 +89,8 @@ def exit_code(job: Job, options: BatchOptions, code: int) -> int:
 
     So a finished run with failed lines ends with LINES_FAILED only where that is not answered by a restart.
     """
+    if code == ExitCode.STOPPED:
+        report(SpmdError("stopped before the end of the input: see the log above"), quiet=True)
     if code != ExitCode.LINES_FAILED:
         return code
     failed = SpmdError(f"all lines are in {options.destination}, some of them with an error")

@@ -10,6 +10,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     USAGE = 2
     LINES_FAILED = 3
+    STOPPED = 4
 
 
 class SpmdError(Exception):

@@ -28,8 +28,8 @@ VERDICT_S = 2.0
 """How long a verdict may take, once an accusation of a process's own is made."""
 CHILD_END_S = 15.0
 """How long rank 0's child may take to end after its engines have ended."""
-FINISHED = (ExitCode.OK, ExitCode.LINES_FAILED)
-"""Exit codes of a child that did its work to the end."""
+ENDED_WELL = (ExitCode.OK, ExitCode.LINES_FAILED, ExitCode.STOPPED)
+"""Exit codes of a child that ended as it should."""
 
 
 def serve(early: Early) -> int:
@@ -202,7 +202,7 @@ def start_child(
 
 def _child_ended(job: Job, name: str, code: int) -> None:
     """The drivers' process ended, sent home by its work's end or before any engine could start."""
-    if code in FINISHED:
+    if code in ENDED_WELL:
         job.announce_end()
     else:
         job.link.failed(how_ended(name, code))
@@ -248,7 +248,7 @@ def end(job: Job, child: DriverChild | None, drain_s: float) -> int:
     code = child.wait(drain_s + CHILD_END_S)
     if code is None:
         raise PeerLost(f"the {child.name} (pid {child.process.pid}) has not ended in time after its engine")
-    if code not in FINISHED:
+    if code not in ENDED_WELL:
         # The verdict knows why and ends this process, unless the watcher is gone too.
         threading.Event().wait(VERDICT_S)
         raise PeerLost(how_ended(child.name, code))

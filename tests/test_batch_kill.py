@@ -161,7 +161,7 @@ def test_sigterm_stops_and_a_rerun_goes_on(tmp_path: Path) -> None:
         bench.wait_for_asked(50)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == ExitCode.FAILED
+    assert process.returncode == ExitCode.STOPPED
     assert "stopped by SIGTERM; " in said and "run the same command again to go on" in said
     assert len(bench.lines()) == len(bench.asked()), "what was in flight got the time to finish"
     code, said = bench.run()

@@ -152,7 +152,7 @@ def test_max_errors_stops_early(place: Place) -> None:
     async def reply(line: BatchLine) -> dict[str, Any]:
         return error_output(line.custom_id, "no")
 
-    assert place.run(Engine(reply), max_errors=4, max_in_flight=2) == ExitCode.FAILED
+    assert place.run(Engine(reply), max_errors=4, max_in_flight=2) == ExitCode.STOPPED
     assert 5 <= len(place.lines()) <= 12
     assert "--max-errors is 4" in place.said[-1] and "of 1,000 lines are done" in place.said[-1]
     with pytest.raises(UsageError, match=r"\d+ lines in .* have failed, --max-errors is 4: raise it"):
@@ -184,7 +184,7 @@ def test_a_signal_lets_what_is_in_flight_finish(
     prepared = prepare(place.options(max_in_flight=10), say=place.said.append)
     with asyncio.Runner(loop_factory=new_loop) as runner:
         code = runner.run(run_batch(engine, prepared.options, prepared=prepared, say=place.said.append))
-    assert code == ExitCode.FAILED
+    assert code == ExitCode.STOPPED
     assert len(place.lines()) == len(engine.asked) == 10
     assert place.said[-1] == (
         f"stopped by {number.name}; 10 of 100 lines are done: run the same command again to go on"
@@ -214,7 +214,7 @@ def test_what_does_not_finish_in_time_is_dropped(place: Place, signals: int) -> 
 
     drain_s = 0.05 if signals == 1 else DEADLINE_S
     running = run_batch(Engine(reply), place.options(), drain_s=drain_s, say=place.said.append)
-    assert asyncio.run(asyncio.wait_for(running, DEADLINE_S / 2)) == ExitCode.FAILED
+    assert asyncio.run(asyncio.wait_for(running, DEADLINE_S / 2)) == ExitCode.STOPPED
     assert sorted(cancelled) == list(range(4, 11))
     assert place.run(Engine()) == ExitCode.OK
     assert len(place.by_id()) == 10
@@ -229,7 +229,7 @@ def test_an_engine_that_goes_away_while_stopping_is_no_failure(place: Place) -> 
         await asyncio.sleep(0.02)
         raise PeerLost("the engine is gone")
 
-    assert place.run(Engine(reply)) == ExitCode.FAILED
+    assert place.run(Engine(reply)) == ExitCode.STOPPED
     assert "stopped by SIGTERM; 0 of 10 lines are done" in place.said[-1]
 
 
@@ -243,7 +243,7 @@ def test_a_signal_is_heard_while_a_pipe_is_silent(place: Place) -> None:
             asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
             return good_output(line)
 
-        assert place.run(Engine(reply)) == ExitCode.FAILED
+        assert place.run(Engine(reply)) == ExitCode.STOPPED
     finally:
         os.close(writer)
     assert "stopped by SIGTERM; 1 lines are done" in place.said[-1]

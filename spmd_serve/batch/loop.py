@@ -63,8 +63,8 @@ async def run_batch(
     """Answer every line that has no answer yet. `prepared` is made of the options where it is not given.
 
     It is closed at the end. SIGTERM and SIGINT (in a main thread) stop it: `drain_s` seconds for what is in
-    flight, the rest is dropped. Returns OK, LINES_FAILED (all lines are there, some with an error), or FAILED
-    when it was stopped: then the same command goes on. Raises SpmdError when it can't go on, a full disk for
+    flight, the rest is dropped. Returns OK, LINES_FAILED (all lines are there, some with an error), or STOPPED
+    by a signal or --max-errors: then the same command goes on. Raises SpmdError when it can't go on, a full disk for
     one; what was finished is kept.
     """
     prepared = prepared or preparation.prepare(options, launch=Launch(), say=say)
@@ -270,7 +270,7 @@ class _Run:
             )
             total = "" if progress.total is None else f" of {progress.total:,}"
             self._say(f"{self._why}; {progress.done:,}{total} lines are done: {then}")
-            return ExitCode.FAILED
+            return ExitCode.STOPPED
         await self._output.finish()
         self._say(f"{self._output.name}: {progress.summary()}")
         return ExitCode.LINES_FAILED if progress.failed else ExitCode.OK
