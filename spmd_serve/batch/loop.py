@@ -63,9 +63,9 @@ async def run_batch(
     """Answer every line that has no answer yet. `prepared` is made of the options where it is not given.
 
     It is closed at the end. SIGTERM and SIGINT (in a main thread) stop it: `drain_s` seconds for what is in
-    flight, the rest is dropped. Returns OK, LINES_FAILED (all lines are there, some with an error), or STOPPED
-    by a signal or --max-errors: then the same command goes on. Raises SpmdError when it can't go on, a full disk for
-    one; what was finished is kept.
+    flight, the rest is dropped. Returns OK, LINES_FAILED (all lines are there, some with an error), or
+    STOPPED by a signal or --max-errors: then the same command goes on. Raises SpmdError when it can't go on,
+    a full disk for one; what was finished is kept.
     """
     prepared = prepared or preparation.prepare(options, launch=Launch(), say=say)
     run = _Run(answer, prepared, options.max_in_flight or window, say)
