@@ -29,6 +29,17 @@ class PeerLost(SpmdError):
     """Somebody of this job is gone or silent: names the rank, its host and the cause."""
 
 
+def missing_package(problem: Exception) -> UsageError | None:
+    """What to tell a person when torch or vLLM, or a part of them, cannot be imported; None for others."""
+    name = problem.name if isinstance(problem, ImportError) else None
+    if (name or "").partition(".")[0] not in ("torch", "vllm"):
+        return None
+    return UsageError(
+        f"{problem}: install vllm>=0.32,<0.33, which brings its torch: "
+        "pip install 'spmd-serve[gpu]' (or [cpu])"
+    )
+
+
 def is_of_a_peer(problem: BaseException) -> bool:
     """Whether an error says only that somebody else is gone: then somebody else knows the cause."""
     text = str(problem)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from spmd_serve import cores, network
-from spmd_serve.errors import ExitCode, PeerLost, SpmdError, is_of_a_peer
+from spmd_serve.errors import ExitCode, PeerLost, SpmdError, is_of_a_peer, missing_package
 from spmd_serve.flags import Flags, host_name
 from spmd_serve.liveness import Verdict, WatchConfig, WatcherLink, start_watcher, watcher_address
 from spmd_serve.process import die_with_parent, die_with_parent_in_children
@@ -173,6 +173,10 @@ class Job:
             yield
         except SpmdError as error:
             problem = error
+        except ImportError as error:
+            problem = missing_package(error)
+            if problem is None:
+                raise
         self.vote(what, problem)
 
     @contextmanager
@@ -184,6 +188,10 @@ class Job:
             self.link.failed(str(problem), peer=is_of_a_peer(problem))
             raise
         except Exception as problem:
+            missing = missing_package(problem)
+            if missing is not None:
+                self.link.failed(str(missing))
+                raise missing from problem
             text = " ".join(str(problem).split())
             self.link.failed(f"{type(problem).__name__}: {text}", peer=is_of_a_peer(problem))
             raise

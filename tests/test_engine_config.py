@@ -158,3 +158,24 @@ class TestTheEnginesConfiguration:
         with pytest.raises(UsageError) as caught:
             self.build(tmp_path, Layout(tp=1, pp=1, dp=1))
         assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_an_unknown_parser_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
+    tools = ("some/model", "--enable-auto-tool-choice", "--tool-call-parser")
+    assert parse(*tools, "hermes").tool_call_parser == "hermes"
+    assert refusal(*tools, "herpes").startswith("--tool-call-parser herpes is unknown: vLLM has ")
+    assert "deepseek_r1" in refusal("some/model", "--reasoning-parser", "thinker")
+    missing = str(tmp_path / "parser.py")
+    assert "does not exist on" in refusal("some/model", "--tool-parser-plugin", missing)
+
+
+def test_a_parser_of_the_users_own_is_known(tmp_path: Path) -> None:
+    plugin = tmp_path / "own_reasoning_parser_of_this_test.py"
+    plugin.write_text(
+        "from vllm.reasoning import ReasoningParser, ReasoningParserManager\n"
+        "@ReasoningParserManager.register_module(['of_this_test'])\n"
+        "class Own(ReasoningParser):\n    pass\n"
+    )
+    words = ("some/model", "--reasoning-parser", "of_this_test")
+    assert "is unknown" in refusal(*words)
+    assert parse(*words, "--reasoning-parser-plugin", str(plugin)).reasoning_parser == "of_this_test"

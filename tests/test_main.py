@@ -67,3 +67,15 @@ def test_half_of_torchruns_variables_are_a_mistake(tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"spmd_serve: rank 3 on {host_name()}: error: LOCAL_RANK is not set, though")
     assert "LOCAL_RANK is not set" in error_file.read_text()
+
+
+def test_without_vllm_it_says_what_to_install(tmp_path: Path) -> None:
+    """Who installs the package without one of its extras gets no traceback."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    done = run("m", PYTHONPATH=str(tmp_path))
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr.splitlines()[0] == (
+        f"spmd_serve: {host_name()}: error: No module named 'torch': install vllm>=0.32,<0.33, "
+        "which brings its torch: pip install 'spmd-serve[gpu]' (or [cpu])"
+    )
+    assert "Traceback" not in done.stderr

@@ -1,6 +1,7 @@
 """From a command line to vLLM's configuration, by vLLM's own parser."""
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -71,7 +72,45 @@ def parse_serve(argv: Sequence[str], more: AddFlags | None = None) -> argparse.N
         validate_parsed_serve_args(args)
     except (ValueError, TypeError, KeyError) as problem:
         raise UsageError(one_line(problem)) from problem
+    _check_parsers(args)
     return args
+
+
+def _check_parsers(args: argparse.Namespace) -> None:
+    """What vLLM finds only when its API server starts: names of parsers, and files that bring new ones."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    _check_parser(
+        "--tool-call-parser",
+        args.tool_call_parser if args.enable_auto_tool_choice else None,
+        ("--tool-parser-plugin", args.tool_parser_plugin),
+        ToolParserManager.import_tool_parser,
+        ToolParserManager.list_registered,
+    )
+    _check_parser(
+        "--reasoning-parser",
+        args.reasoning_parser or args.structured_outputs_config.reasoning_parser,
+        ("--reasoning-parser-plugin", args.reasoning_parser_plugin),
+        ReasoningParserManager.import_reasoning_parser,
+        ReasoningParserManager.list_registered,
+    )
+
+
+def _check_parser(
+    flag: str,
+    name: str | None,
+    plugin: tuple[str, str],
+    load: Callable[[str], None],
+    registered: Callable[[], Sequence[str]],
+) -> None:
+    plugin_flag, path = plugin
+    if path:
+        if path.endswith(".py") and not os.path.isfile(path):
+            raise UsageError(f"{plugin_flag} {path} does not exist on {our_flags.host_name()}")
+        load(path)
+    if name and name not in registered():
+        raise UsageError(f"{flag} {name} is unknown: vLLM has {', '.join(sorted(registered()))}")
 
 
 def _is_given(argv: Sequence[str], flags: tuple[str, ...]) -> bool:
