@@ -1,8 +1,6 @@
 """``python -m spmd_serve`` and ``torchrun … -m spmd_serve``."""
 
-from spmd_serve.main import main, run_as_spawned_child
+from spmd_serve.main import main
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":
-    run_as_spawned_child()

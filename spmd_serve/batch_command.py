@@ -6,18 +6,23 @@ import os
 
 from spmd_serve.batch import BatchOptions, Launch, Prepared, finish_batch, prepare, run_batch_with_engine
 from spmd_serve.batch.fingerprint import answer_flags
-from spmd_serve.errors import ExitCode, SpmdError
+from spmd_serve.errors import ExitCode, SpmdError, UsageError
 from spmd_serve.flags import Early, host_name
 from spmd_serve.job import Job
 from spmd_serve.liveness.proc import started_ticks
 from spmd_serve.report import report
-from spmd_serve.serve import agree, control_spec, end, engine_config, run_shard, start_child
+from spmd_serve.serve import agree, control_spec, end, engine_config, print_table, run_shard, start_child
 
 
 def batch(early: Early) -> int:
     """Answer a file of requests; returns the exit code (see `exit_code`)."""
     if early.wants_help:
         return print_help(early)
+    if early.flags.lb != "internal":
+        raise UsageError(
+            f"--lb {early.flags.lb} is about HTTP endpoints, and batch has none: leave it out (lines go to "
+            "all replicas)"
+        )
     fork_engines = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
     job = Job.enter(early.flags)
     with job.reported():
@@ -35,7 +40,8 @@ def batch(early: Early) -> int:
             def body() -> int:
                 return run_in_child(args, options, files)
 
-            child = start_child(job, args, spec, "batch run", body, fork_engines, {})
+            print_table(spec, {})
+            child = start_child(job, args, spec, "batch run", body, fork_engines)
         run_shard(job, config, spec)
         return exit_code(job, options, end(job, child, args.shutdown_timeout))
 

@@ -32,6 +32,8 @@ class ControlSpec:
     join_timeout_s: float
     driver_spins: bool = True
     ranks_spin: bool = True
+    first_replica: int = 0
+    """The replica that vLLM, below an endpoint with some of the replicas, takes for its first."""
     in_process: bool = False
     """Each driver runs in the process of its replica's first rank (scripts), not in one of its own."""
 

@@ -14,6 +14,7 @@ from spmd_serve.control import ControlSpec
 from spmd_serve.liveness import Verdict, WatcherLink
 from spmd_serve.process import die_with_parent, send_signal, wait_readable
 from spmd_serve.signals import forget_ending_signals
+from spmd_serve.spawned import be_main_of_spawned
 from spmd_serve.torchrun_env import clean_environ
 
 PLUGIN = "spmd_serve"
@@ -96,6 +97,7 @@ def _run(name: str, body: Callable[[], int], spec: ControlSpec, fork_engines: bo
     # decides whether that means drain.
     os.setsid()
     die_with_parent(None)
+    be_main_of_spawned()
     forget_ending_signals()
     prepare_environ()
     if fork_engines:

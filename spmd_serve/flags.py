@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NoReturn
 
 from spmd_serve.errors import UsageError
+from spmd_serve.load_balancing import KINDS
 
 SUBCOMMANDS = ("serve", "batch")
 
@@ -41,7 +42,10 @@ class Flags:
         None, "file with a shared secret: control frames are then authenticated (HMAC-SHA256)"
     )
     control_allow_class: tuple[str, ...] = _flag(
-        (), "module:Class that control messages may carry beside vLLM's own; may be repeated", action="append"
+        (),
+        "module:Class that control messages may carry beside vLLM's own; may be repeated",
+        action="append",
+        parsed_default=None,
     )
     rank_timeout: float = _flag(10.0, "seconds of silence after which a rank counts as lost", type=float)
     step_timeout: float = _flag(
@@ -49,8 +53,10 @@ class Flags:
     )
     lb: str = _flag(
         "internal",
-        "data parallel: one endpoint for all replicas (internal), a node (hybrid) or a replica (external)",
-        choices=("internal", "hybrid", "external"),
+        "data parallel: one endpoint for all replicas (internal, the default), one on every node that holds "
+        "a replica's first rank (hybrid), or one for each replica (external)",
+        choices=KINDS,
+        parsed_default=None,
     )
     probe_port: int | None = _flag(
         None, "port on every node for /live, /ready and /metrics (default: none)", type=int
@@ -62,11 +68,8 @@ class Flags:
         group = parser.add_argument_group("spmd_serve", "flags of spmd_serve itself")
         for item in fields(cls):
             more = dict(item.metadata)
-            if more.get("action") == "append":
-                more["default"] = None
-            else:
-                assert item.default is not MISSING
-                more["default"] = item.default
+            assert item.default is not MISSING
+            more["default"] = more.pop("parsed_default", item.default)
             group.add_argument("--" + item.name.replace("_", "-"), dest=item.name, **more)
 
     @classmethod
@@ -74,21 +77,51 @@ class Flags:
         """Take our fields out of a parsed namespace; refuses values that cannot work."""
         values = {item.name: getattr(namespace, item.name) for item in fields(cls)}
         values["control_allow_class"] = tuple(values["control_allow_class"] or ())
+        values["lb"] = _kind_of_lb(namespace)
         flags = cls(**values)
         for name in ("join_timeout", "rank_timeout", "step_timeout"):
             if getattr(flags, name) <= 0:
                 raise UsageError(
                     f"--{name.replace('_', '-')} must be above 0 seconds, got {getattr(flags, name)}"
                 )
-        if flags.lb != "internal":
-            raise UsageError(
-                f"--lb {flags.lb} is not built yet: leave it out (one endpoint for all replicas)"
-            )
         if flags.probe_port is not None and not 0 <= flags.probe_port <= 65535:
             raise UsageError(f"--probe-port must be a port number (0 to 65535), got {flags.probe_port}")
         if flags.probe_port is not None:
             raise UsageError("--probe-port is not built yet: leave it out, and probe /health on the head")
         return flags
+
+
+VLLMS_LB: Mapping[str, str] = {
+    "data_parallel_external_lb": "external",
+    "data_parallel_hybrid_lb": "hybrid",
+}
+"""vLLM's own flags for what ``--lb`` says."""
+
+
+def _kind_of_lb(namespace: argparse.Namespace) -> str:
+    """What ``--lb``, or one of vLLM's flags in its place, asks for; UsageError where two contradict."""
+    asked = {f"--lb {namespace.lb}": namespace.lb} if namespace.lb is not None else {}
+    for name, kind in VLLMS_LB.items():
+        if getattr(namespace, name, None):
+            asked["--" + name.replace("_", "-")] = kind
+    if len(set(asked.values())) > 1:
+        raise UsageError(f"{' and '.join(asked)} contradict each other: give one of them")
+    return next(iter(asked.values()), "internal")
+
+
+def port_list(text: str) -> tuple[int, ...]:
+    """ "8000" or "8000,8001" as numbers, for argparse. Raises ArgumentTypeError naming the value."""
+    try:
+        ports = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        ports = ()
+    if not ports or not all(0 <= port <= 65535 for port in ports):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no port (0 to 65535), nor several with commas between them"
+        )
+    if len(set(ports)) < len(ports):
+        raise argparse.ArgumentTypeError(f"{text!r} names a port twice")
+    return ports
 
 
 @dataclass(frozen=True)
@@ -99,7 +132,8 @@ class Early:
     subcommand: str
     rest: tuple[str, ...]
     host: str | None
-    port: int
+    ports: tuple[int, ...]
+    """``--port``: the first port of each host, or one for each of a host's endpoints."""
     uds: str | None
     wants_help: bool
     wants_version: bool
@@ -132,8 +166,12 @@ def parse_early(argv: Sequence[str]) -> Early:
     parser = EarlyParser(add_help=False, allow_abbrev=False)
     Flags.add_to(parser)
     parser.add_argument("--host", default=None)
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=port_list, default=(8000,))
     parser.add_argument("--uds", default=None)
+    # Not to be taken for a short form of one of the next two.
+    parser.add_argument("--data-parallel-size", "-dp")
+    parser.add_argument("--data-parallel-external-lb", "-dpe", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--data-parallel-hybrid-lb", "-dph", action=argparse.BooleanOptionalAction)
     parser.add_argument("--version", action="store_true")
     namespace, _ = parser.parse_known_args(normalise(words))
     return Early(
@@ -141,7 +179,7 @@ def parse_early(argv: Sequence[str]) -> Early:
         subcommand=subcommand,
         rest=tuple(words),
         host=namespace.host,
-        port=namespace.port,
+        ports=namespace.port,
         uds=namespace.uds,
         wants_help=any(word in ("-h", "--help") or word.startswith("--help=") for word in words),
         wants_version=namespace.version,
@@ -164,9 +202,7 @@ REFUSED: Mapping[str, str] = {
     "data_parallel_size_local": "leave it out: a node's replicas follow from torchrun's layout",
     "data_parallel_address": "leave it out: the address is that of the head node (--head, --interface)",
     "data_parallel_rpc_port": "leave it out: the port is chosen by the kernel",
-    "data_parallel_multi_port_external_lb": "leave it out: only one endpoint for all is built so far",
-    "data_parallel_external_lb": "leave it out: only one endpoint for all replicas is built so far",
-    "data_parallel_hybrid_lb": "leave it out: only one endpoint for all replicas is built so far",
+    "data_parallel_multi_port_external_lb": "write --lb external: endpoints of one host take ports in a row",
     "prefill_context_parallel_size": "leave it out: ranks are laid out as TP x PP x DP only",
     "grpc": "spmd_serve serves HTTP only; leave it out",
     "numa_bind": "leave it out: torchrun --numa-binding binds the ranks it starts",

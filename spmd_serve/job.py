@@ -24,7 +24,7 @@ WATCHER_TIMEOUT_S = 30.0
 GRACE_S = 2.0
 """How long a process may take to end by itself after the verdict; the watcher then kills it."""
 LAST_WORDS_S = 1.2
-"""How long rank 0 stays after the verdict: the API server, which dies with it, can tell its clients."""
+"""How long a rank with a child stays after the verdict: the API server, which dies with it, tells clients."""
 END_S = 5.0
 """How long a rank may still be busy once the job's normal end is announced."""
 
@@ -44,6 +44,8 @@ class Job:
         self.own_cores: list[int] = []
         self.serving = False
         """From when on the driver's stop message, not the announced end, ends this rank."""
+        self.part = (0, 1)
+        """Which of how many endpoints this rank has opened: the job ends with the last of them."""
         self._ended = threading.Event()
         self._on_drain: Callable[[str], None] | None = None
         self._drain_asked: str | None = None
@@ -197,7 +199,7 @@ class Job:
             raise
 
     def drain_with(self, on_drain: Callable[[str], None]) -> None:
-        """On rank 0: what to do when somebody asks the job to finish; at once, if that happened already."""
+        """What to do when somebody asks the job to finish; at once, if that happened already."""
         with self._lock:
             self._on_drain = on_drain
             asked = self._drain_asked
@@ -224,7 +226,7 @@ class Job:
             on_drain = self._on_drain
         if on_drain is not None:
             on_drain(reason)
-        else:
+        elif self.membership.me.rank == 0:
             # Nothing is served yet: there is nothing to wait for.
             threading.Thread(target=self._end_early, name="end-early", daemon=True).start()
 
@@ -253,8 +255,14 @@ class Job:
             )
 
     def announce_end(self) -> None:
-        """On rank 0, when nothing is left to do: all ranks may leave."""
-        self.link.announce_end()
+        """On a rank that has opened an endpoint, when nothing is left to do there; others then end as well.
+
+        When this is the last of them, all ranks may leave.
+        """
+        part, of = self.part
+        if of > 1:
+            self.link.request_drain(f"the endpoint of {self.membership.me} has ended")
+        self.link.announce_end(part=part, of=of)
 
     def _verdict(self, verdict: Verdict) -> None:
         if self._before_exit is not None:

@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from spmd_serve import log
 from spmd_serve.errors import ExitCode, SpmdError
 from spmd_serve.flags import Early, parse_early
-from spmd_serve.process import die_with_parent
 from spmd_serve.report import report
 
 
@@ -54,12 +53,3 @@ def own_version() -> str:
         return version("spmd-serve")
     except PackageNotFoundError:
         return "0 (not installed)"
-
-
-def run_as_spawned_child() -> None:
-    """Called when multiprocessing re-imports our main module in a spawned child (vLLM's engine core and
-
-    API servers): from its first moment on the child must not outlive the process that started it.
-    """
-    die_with_parent(None)
-    log.set_up()

@@ -173,3 +173,11 @@ def _soon(call: Callable[[], Answer], otherwise: Answer) -> Answer:
         return answer.get(timeout=_LOOKUP_S)
     except queue.Empty:
         return otherwise
+
+
+def free_port(address: str) -> int:
+    """A port that nobody uses at one of this host's addresses now, for a server that can't take 0."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])

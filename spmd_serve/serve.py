@@ -1,4 +1,4 @@
-"""``spmd_serve serve``: meet the other ranks, agree, open the HTTP door on rank 0, serve, end."""
+"""``spmd_serve serve``: meet the other ranks, agree, open the HTTP doors, serve, end."""
 
 import argparse
 import os
@@ -7,17 +7,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from spmd_serve import cores
+from spmd_serve import cores, network
 from spmd_serve.control import ControlSpec
 from spmd_serve.driver_child import DriverChild
 from spmd_serve.errors import ExitCode, PeerLost, UsageError
 from spmd_serve.flags import Early, host_name
 from spmd_serve.identity import DIRECTORY, NO_WEIGHTS
 from spmd_serve.job import LAST_WORDS_S, Job
+from spmd_serve.load_balancing import Endpoint, check_spread, check_uds, endpoints, ports
 from spmd_serve.spinning import is_autogrouped, who_spins
-from spmd_serve.topology import Layout
+from spmd_serve.topology import Layout, spans
 
 if TYPE_CHECKING:
     from spmd_serve.server.door import Door
@@ -27,7 +29,9 @@ HEARTBEAT_S = 2.0
 VERDICT_S = 2.0
 """How long a verdict may take, once an accusation of a process's own is made."""
 CHILD_END_S = 15.0
-"""How long rank 0's child may take to end after its engines have ended."""
+"""How long a rank's child may take to end after its engines have ended."""
+ONE_FOR_ALL = Endpoint(0, rank=0, replicas=range(0), place=0)
+"""The endpoint of ``--lb internal``, before it is known how many replicas there are."""
 ENDED_WELL = (ExitCode.OK, ExitCode.LINES_FAILED, ExitCode.STOPPED)
 """Exit codes of a child that ended as it should."""
 
@@ -41,11 +45,14 @@ def serve(early: Early) -> int:
     fork_engines = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
     job = Job.enter(early.flags)
     with job.reported():
-        door = open_door(job, early)
+        # One for all is opened at once: the sizes, on which others depend, cost an import of vLLM.
+        door = open_door(job, early, (ONE_FOR_ALL,)) if early.flags.lb == "internal" else None
         args, layout = agree(job, early)
+        opened = plan_endpoints(job, layout)
+        door = door if early.flags.lb == "internal" else open_door(job, early, opened)
         spec = control_spec(job, layout)
         config = engine_config(job, args)
-        api = start_api(job, args, spec, door, fork_engines, started)
+        api = start_api(job, args, spec, config, opened, door, fork_engines, started)
         run_shard(job, config, spec)
         return end(job, api, args.shutdown_timeout)
 
@@ -58,15 +65,31 @@ def print_help(early: Early) -> int:
     return ExitCode.OK
 
 
-def open_door(job: Job, early: Early) -> "Door | None":
-    """Bind the HTTP port on rank 0, long before anything is loaded."""
+def open_door(job: Job, early: Early, opened: Sequence[Endpoint]) -> "Door | None":
+    """Bind this rank's HTTP port, if it has one, long before anything is loaded."""
     from spmd_serve.server.door import open_door as bind
 
     door = None
-    with job.voting("the HTTP port"):
-        if job.membership.me.rank == 0:
-            door = bind(early.host, early.port, early.uds)
+    with job.voting("the HTTP ports"):
+        check_uds(early.uds, opened, job.membership.cluster)
+        numbers = ports(early.ports, opened, job.membership.cluster)
+        mine = own_endpoint(job, opened)
+        if mine is not None:
+            door = bind(early.host, numbers[mine.number], early.uds)
     return door
+
+
+def own_endpoint(job: Job, opened: Sequence[Endpoint]) -> Endpoint | None:
+    """The endpoint that this rank opens."""
+    return next((endpoint for endpoint in opened if endpoint.rank == job.membership.me.rank), None)
+
+
+def plan_endpoints(job: Job, layout: Layout) -> tuple[Endpoint, ...]:
+    """Who opens an endpoint for which replicas."""
+    cluster = job.membership.cluster
+    with job.voting("the endpoints"):
+        check_spread(job.flags.lb, layout, cluster)
+    return endpoints(job.flags.lb, layout, cluster)
 
 
 def agree(
@@ -154,28 +177,89 @@ def start_api(
     job: Job,
     args: argparse.Namespace,
     spec: ControlSpec,
+    config: Any,
+    opened: Sequence[Endpoint],
     door: "Door | None",
     fork_engines: bool,
     started: float,
 ) -> DriverChild | None:
-    """On rank 0: say who runs where, then fork the API server. No thread of torch may run yet."""
+    """On a rank with an endpoint: fork its API server. No thread of torch may run yet.
+
+    Rank 0 first says who runs where.
+    """
     if door is None:
         return None
+    from spmd_serve.engine.config import apply_coupled_endpoint, apply_endpoint
     from spmd_serve.server.api import serve_http
 
-    url = door.url_of(tls=bool(args.ssl_keyfile and args.ssl_certfile))
-    child = start_child(
-        job,
-        args,
-        spec,
-        "API server",
-        lambda: serve_http(args, door, url),
-        fork_engines,
-        {url: range(spec.layout.dp)},
-    )
+    mine = own_endpoint(job, opened)
+    assert mine is not None
+    tls = bool(args.ssl_keyfile and args.ssl_certfile)
+    url = door.url_of(tls=tls, address=job.membership.me.address if len(opened) > 1 else None)
+    name, behind = "API server", ""
+    if len(opened) > 1:
+        behind = f" ({spans('replica', mine.replicas)})"
+        name += f" of {spans('replica', mine.replicas)}"
+        job.part = (mine.number, len(opened))
+        if config.model_config.is_moe and spec.layout.dp > 1:
+            apply_coupled_endpoint(args, mine, *coordinator_address(job, mine))
+        else:
+            spec = replace(spec, first_replica=mine.replicas.start)
+            apply_endpoint(args, mine)
+    urls = exchange_urls(job, opened, mine, url)
+    if urls is not None:
+        print_table(spec, urls)
+    child = start_child(job, args, spec, name, lambda: serve_http(args, door, url), fork_engines)
     door.sock.close()
-    child.poll_until(door.answers, lambda: job.say(f"ready after {time.monotonic() - started:.0f} s: {url}"))
+
+    def ready() -> None:
+        seconds = time.monotonic() - started
+        print(f"spmd_serve: ready after {seconds:.0f} s: {url}{behind}", file=sys.stderr, flush=True)
+
+    child.poll_until(door.answers, ready)
     return child
+
+
+def coordinator_address(job: Job, mine: Endpoint) -> tuple[str, int]:
+    """Where engine cores of all endpoints meet: on the head, at a port that is free there now."""
+    from spmd_serve.rendezvous import get_json, put_json
+
+    store, key = job.membership.store, "coordinator"
+    head = job.membership.cluster.ranks[0]
+    if mine.rank == head.rank:
+        put_json(store, key, network.free_port(head.address))
+    port = get_json(store, key, job.flags.join_timeout, "the coordinator's port", str(head), job.say)
+    return head.address, port
+
+
+def exchange_urls(
+    job: Job, opened: Sequence[Endpoint], mine: Endpoint, url: str
+) -> dict[str, Sequence[int]] | None:
+    """On rank 0: every URL with the replicas behind it; the others tell it theirs and get None."""
+    from spmd_serve.rendezvous import get_json, put_json
+
+    store = job.membership.store
+    if mine.rank != 0:
+        put_json(store, f"url/{mine.number}", url)
+        return None
+    urls: dict[str, Sequence[int]] = {}
+    for endpoint in opened:
+        info = job.membership.cluster.ranks[endpoint.rank]
+        urls[
+            url
+            if endpoint is mine
+            else get_json(
+                store, f"url/{endpoint.number}", job.flags.join_timeout, "the URL", str(info), job.say
+            )
+        ] = endpoint.replicas
+    return urls
+
+
+def print_table(spec: ControlSpec, urls: Mapping[str, Sequence[int]]) -> None:
+    """On rank 0: who runs where, as what, and where to ask."""
+    from spmd_serve.start_table import start_table
+
+    print(start_table(spec.cluster, spec.layout, urls), file=sys.stderr, flush=True)
 
 
 def start_child(
@@ -185,13 +269,10 @@ def start_child(
     name: str,
     body: Callable[[], int],
     fork_engines: bool,
-    urls: Mapping[str, Sequence[int]],
 ) -> DriverChild:
-    """On rank 0: print the start table and fork the process that hosts the drivers."""
+    """Fork the process that hosts this endpoint's drivers."""
     from spmd_serve.engine.config import apply_executor
-    from spmd_serve.start_table import start_table
 
-    print(start_table(spec.cluster, spec.layout, urls), file=sys.stderr, flush=True)
     apply_executor(args, spec)
     child = DriverChild.start(name, body, spec, fork_engines)
     job.drain_with(lambda reason: child.drain())
@@ -241,7 +322,7 @@ def place_on_cores(job: Job, spec: ControlSpec) -> None:
 
 
 def end(job: Job, child: DriverChild | None, drain_s: float) -> int:
-    """All ranks leave together, when rank 0's child has done its last; its exit code is the job's."""
+    """All ranks leave together, when the last child has done its last; a child's exit code is its rank's."""
     if child is None:
         job.leave_together(drain_s + 2 * CHILD_END_S)
         return ExitCode.OK
@@ -253,4 +334,6 @@ def end(job: Job, child: DriverChild | None, drain_s: float) -> int:
         threading.Event().wait(VERDICT_S)
         raise PeerLost(how_ended(child.name, code))
     job.announce_end()
+    if job.part[1] > 1:
+        job.leave_together(drain_s + 2 * CHILD_END_S)
     return code

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from spmd_serve.topology import Cluster, Layout
+from spmd_serve.topology import Cluster, Layout, spans
 
 _HEAD = ("rank", "host", "device", "dp", "pp", "tp", "pid", "interface")
 
@@ -32,6 +32,6 @@ def start_table(cluster: Cluster, layout: Layout, urls: Mapping[str, Sequence[in
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
     for url, replicas in urls.items():
-        behind = "" if layout.dp == 1 else f"  (replicas {', '.join(map(str, replicas))})"
+        behind = "" if layout.dp == 1 else f"  ({spans('replica', replicas)})"
         lines.append(f"{url}{behind}")
     return "\n".join(lines)

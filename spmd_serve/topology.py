@@ -56,6 +56,15 @@ class Layout:
         """Global rank that answers for a replica: the first TP rank of the last PP stage."""
         return self.first_rank(replica + 1) - self.tp
 
+    def expert_ranks(self, rank: int) -> list[int]:
+        """Global ranks over which the experts of this rank's stage are spread, where replicas are coupled."""
+        stage = self.coords(rank).pp
+        return [
+            self.first_rank(replica) + stage * self.tp + part
+            for replica in range(self.dp)
+            for part in range(self.tp)
+        ]
+
     @classmethod
     def resolve(
         cls,
@@ -84,7 +93,7 @@ class Layout:
         With `fill_dp`, a DP that is not given is what TP * PP leave, and a TP that is not given is k where k
         * PP divides the world. The product must be the world: else UsageError, which does the sum and says
         what would fit. UsageError too for nodes with different numbers of ranks (`hosts`, one a node, names
-        them).
+        them), and for replicas that neither fill whole nodes nor share one.
         """
         nodes, world = len(ranks_per_node), sum(ranks_per_node)
         given = {name: size for name, size in (("tp", tp), ("pp", pp), ("dp", dp)) if size is not None}
@@ -114,7 +123,25 @@ class Layout:
         layout = cls(max(tp, 1), max(pp, 1), replicas)
         if layout.world_size != world:
             raise UsageError(layout._sum(ranks_per_node) + ": " + _cure(world, given))
+        layout._check_evenness(ranks_per_node[0], _hosts(hosts, nodes))
         return layout
+
+    def _check_evenness(self, per_node: int, hosts: Sequence[str]) -> None:
+        """Every replica fills whole nodes, or a part of one: devices and endpoints are counted by that."""
+        size = self.replica_size
+        if per_node % size == 0 or size % per_node == 0:
+            return
+        torn = next(
+            ranks
+            for ranks in map(self.replica_ranks, range(self.dp))
+            if ranks[0] // per_node != ranks[-1] // per_node
+        )
+        raise UsageError(
+            f"a replica of {size} ranks (TP {self.tp} x PP {self.pp}) does not fit nodes of {per_node} ranks "
+            f"evenly: replica {torn[0] // size} would have {spans('rank', torn)} on "
+            f"{' and '.join(hosts[node] for node in sorted({rank // per_node for rank in torn}))}; start "
+            f"a multiple or a divisor of {size} ranks on each node (--nproc-per-node), or change the sizes"
+        )
 
     def _sum(self, ranks_per_node: Sequence[int]) -> str:
         product = " x ".join(f"{flag} {getattr(self, name)}" for name, flag in _FLAGS.items())

@@ -26,8 +26,6 @@ VALUES = {
     "data_parallel_address": "node0",
     "data_parallel_rpc_port": "1234",
     "data_parallel_multi_port_external_lb": None,
-    "data_parallel_external_lb": None,
-    "data_parallel_hybrid_lb": None,
     "prefill_context_parallel_size": "2",
     "grpc": None,
     "numa_bind": None,
@@ -76,6 +74,19 @@ def test_the_sizes_that_were_given_are_told_from_defaults() -> None:
         "pipeline_parallel_size": 2,
         "data_parallel_size": None,
     }
+
+
+def test_vllms_flags_for_load_balancing_are_ours_then() -> None:
+    """An endpoint's own configuration says how it is reached, so vLLM is not told of all of them."""
+    from spmd_serve.engine.config import apply_endpoint, apply_layout
+    from spmd_serve.load_balancing import Endpoint
+
+    args = parse("m", "-dp", "4", "--data-parallel-external-lb", "--port", "8000,8001")
+    assert args.port == (8000, 8001) and parse("m", "--port", "8000").port == 8000
+    apply_layout(args, Layout(tp=1, pp=1, dp=4))
+    assert (args.data_parallel_size, args.data_parallel_external_lb) == (4, False)
+    apply_endpoint(args, Endpoint(1, rank=2, replicas=range(2, 4), place=0))
+    assert args.data_parallel_size == 2
 
 
 def test_every_refused_flag_is_one_of_vllms() -> None:

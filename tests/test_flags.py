@@ -12,7 +12,7 @@ def test_defaults_stand_in_the_dataclass_alone() -> None:
     early = parse_early(["some/model"])
     assert early.flags == Flags()
     assert early.subcommand == "serve"
-    assert (early.host, early.port, early.uds) == (None, 8000, None)
+    assert (early.host, early.ports, early.uds) == (None, (8000,), None)
 
 
 def test_our_flags_are_read_from_among_vllms() -> None:
@@ -21,7 +21,7 @@ def test_our_flags_are_read_from_among_vllms() -> None:
     )
     assert early.flags.join_timeout == 7.0
     assert early.flags.head == "b"
-    assert early.port == 0
+    assert early.ports == (0,)
     assert early.rest[0] == "m"
 
 
@@ -51,6 +51,45 @@ def test_a_bad_value_is_named_in_one_line(words: list[str], named: str) -> None:
         parse_early(["m", *words])
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ([], "internal"),
+        (["-dp", "2"], "internal"),
+        (["--lb", "hybrid"], "hybrid"),
+        (["--data-parallel-hybrid-lb", "-dp=2"], "hybrid"),
+        (["-dph"], "hybrid"),
+        (["--data_parallel_external_lb"], "external"),
+        (["-dpe", "--lb=external"], "external"),
+    ],
+)
+def test_vllms_flags_for_load_balancing_mean_the_same_as_ours(words: list[str], kind: str) -> None:
+    assert parse_early(["m", *words]).flags.lb == kind
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lb", "internal", "-dpe"], "--lb internal and --data-parallel-external-lb contradict"),
+        (["--lb=hybrid", "-dpe"], "--lb hybrid and --data-parallel-external-lb contradict"),
+        (["-dph", "-dpe"], "--data-parallel-external-lb and --data-parallel-hybrid-lb contradict"),
+    ],
+)
+def test_flags_for_load_balancing_that_contradict_each_other(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_early(["m", *words])
+
+
+def test_the_port_may_be_a_list() -> None:
+    assert parse_early(["m", "--port=8000,9000"]).ports == (8000, 9000)
+
+
+@pytest.mark.parametrize("value", ["8000,", "8000,8000", "-1", "65536", "8000;8001"])
+def test_a_bad_port_is_named(value: str) -> None:
+    with pytest.raises(UsageError, match=r"argument --port: .*" + value):
+        parse_early(["m", f"--port={value}"])
 
 
 def test_flags_are_not_abbreviated() -> None:

@@ -205,13 +205,39 @@ def test_a_remote_hang_writes_stacks_on_all_hosts(job: Job) -> None:
     job.all_gone(3.0)
 
 
-def test_drain_travels_to_rank_0(job: Job) -> None:
+def test_drain_travels_to_every_rank_of_every_host(job: Job) -> None:
     head, other = two_hosts(job)
     other.ranks[1].link("request_drain", "SIGTERM on host b")
     other.ranks[0].link("request_drain", "SIGTERM on host b again")
-    assert head.ranks[0].expect("drain")["reason"] == "SIGTERM on host b"
+    ranks = [*head.ranks, *other.ranks]
+    for actor in ranks:
+        assert actor.expect("drain")["reason"] == "SIGTERM on host b"
     assert head.ranks[0].link("view", 5.0)["draining"] == "SIGTERM on host b"
-    assert not head.ranks[0].saw("drain")
+    assert not any(actor.saw("drain") for actor in ranks)
+
+
+def test_a_drain_that_was_asked_for_before_the_hosts_met_is_not_lost(job: Job) -> None:
+    head, other = job.host(0, 1), job.host(2, 3)
+    other.ranks[0].link("request_drain", "SIGTERM early")
+    job.configure()
+    for actor in [*head.ranks, *other.ranks]:
+        assert actor.expect("drain")["reason"] == "SIGTERM early"
+
+
+@pytest.mark.parametrize("last_by_head", [True, False])
+def test_the_end_comes_with_the_last_of_several_parts(job: Job, last_by_head: bool) -> None:
+    head, other = two_hosts(job)
+    first, last = (other, head) if last_by_head else (head, other)
+    assert first.ranks[0].link("announce_end", 0.5, part=0, of=2) is False
+    assert first.ranks[0].link("announce_end", 0.5, part=0, of=2) is False  # the same one again
+    assert not any(actor.saw("end") for actor in [*head.ranks, *other.ranks])
+    assert last.ranks[1].link("announce_end", 10.0, part=1, of=2) is True
+    for actor in [*head.ranks, *other.ranks]:
+        actor.expect("end")
+    for actor in [*other.ranks, *head.ranks]:
+        actor.kill()
+    job.all_gone(2.0)
+    assert "failed" not in head.log + other.log
 
 
 @pytest.mark.parametrize("by_head", [True, False])

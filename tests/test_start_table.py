@@ -40,8 +40,8 @@ def test_a_url_tells_which_replicas_stand_behind_it() -> None:
     urls = {"http://node0:8000": [0, 1], "http://node1:8000": [2]}
     table = start_table(cluster(6), Layout(tp=2, pp=1, dp=3), urls)
     assert table.splitlines()[-2:] == [
-        "http://node0:8000  (replicas 0, 1)",
-        "http://node1:8000  (replicas 2)",
+        "http://node0:8000  (replicas 0-1)",
+        "http://node1:8000  (replica 2)",
     ]
 
 

@@ -133,6 +133,20 @@ def test_nodes_with_different_numbers_of_ranks_are_refused() -> None:
         Layout.resolve([2, 1], None, None, None)
 
 
+def test_replicas_that_lie_across_nodes_unevenly_are_refused() -> None:
+    with pytest.raises(UsageError) as caught:
+        Layout.resolve([3, 3], 2, None, 3, hosts=["a", "b"])
+    assert str(caught.value) == (
+        "a replica of 2 ranks (TP 2 x PP 1) does not fit nodes of 3 ranks evenly: replica 1 would have "
+        "ranks 2-3 on a and b; start a multiple or a divisor of 2 ranks on each node (--nproc-per-node), "
+        "or change the sizes"
+    )
+    with pytest.raises(UsageError, match=r"a replica of 4 ranks .* nodes of 6 ranks evenly: replica 1"):
+        Layout.resolve([6, 6], 2, 2, 3)
+    assert Layout.resolve([6, 6], 3, None, 4) == Layout(3, 1, 4)
+    assert Layout.resolve([3, 3], 3, 2, None) == Layout(3, 2, 1)
+
+
 def info(rank: int, node: int, local_rank: int) -> RankInfo:
     return RankInfo(
         rank=rank,

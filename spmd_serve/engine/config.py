@@ -17,6 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from spmd_serve import flags as our_flags
 from spmd_serve.control import ADDITIONAL_CONFIG_KEY, ControlSpec
 from spmd_serve.errors import UsageError
+from spmd_serve.load_balancing import Endpoint
 from spmd_serve.topology import Layout
 
 DEFAULT_SHUTDOWN_TIMEOUT_S = 20
@@ -46,7 +47,16 @@ def make_parser(more: AddFlags | None = None) -> ServeParser:
         more(parser)
     make_arg_parser(parser)
     parser.set_defaults(shutdown_timeout=DEFAULT_SHUTDOWN_TIMEOUT_S)
+    for action in parser._actions:
+        if action.dest == "port":
+            action.type = _port
+            action.help = f"{action.help} Several, with commas: one for each endpoint of a host (see --lb)."
     return parser
+
+
+def _port(text: str) -> int | tuple[int, ...]:
+    ports = our_flags.port_list(text)
+    return ports[0] if len(ports) == 1 else ports
 
 
 def parse_serve(argv: Sequence[str], more: AddFlags | None = None) -> argparse.Namespace:
@@ -127,6 +137,31 @@ def apply_layout(args: argparse.Namespace, layout: Layout) -> None:
     args.tensor_parallel_size = layout.tp
     args.pipeline_parallel_size = layout.pp
     args.data_parallel_size = layout.dp
+    for name in our_flags.VLLMS_LB:
+        setattr(args, name, False)
+
+
+def apply_endpoint(args: argparse.Namespace, endpoint: Endpoint) -> None:
+    """Have the API server of an endpoint start engine cores for its own dense replicas only.
+
+    They know nothing of the others, so vLLM sees a server with so many of them.
+    """
+    args.data_parallel_size = len(endpoint.replicas)
+
+
+def apply_coupled_endpoint(
+    args: argparse.Namespace, endpoint: Endpoint, head_address: str, head_port: int
+) -> None:
+    """The same for replicas that step together (MoE), where vLLM's own machinery spans all endpoints.
+
+    Engine cores ask the API server of the first endpoint, at this address and port, for the coordinator that
+    starts and ends their waves.
+    """
+    args.data_parallel_hybrid_lb = True  # vLLM makes it external where there is one replica
+    args.data_parallel_size_local = len(endpoint.replicas)
+    args.data_parallel_start_rank = endpoint.replicas.start
+    args.data_parallel_address = head_address
+    args.data_parallel_rpc_port = head_port
 
 
 def apply_executor(args: argparse.Namespace, spec: ControlSpec | None = None) -> None:

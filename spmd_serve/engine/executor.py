@@ -61,7 +61,8 @@ class TorchrunExecutor(MultiprocExecutor):
         plain = (self.vllm_config.additional_config or {}).get(ADDITIONAL_CONFIG_KEY)
         if plain is None:
             raise UsageError("TorchrunExecutor runs only under `torchrun -m spmd_serve` or spmd_serve.LLM")
-        return ControlSpec.from_json(plain), self.parallel_config.data_parallel_index
+        spec = ControlSpec.from_json(plain)
+        return spec, spec.first_replica + self.parallel_config.data_parallel_index
 
     def _open_channel(self) -> tuple[Any, DriverChannel]:
         """The line to this host's watcher, and the ways to all ranks once these are loaded."""

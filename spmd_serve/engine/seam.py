@@ -8,10 +8,13 @@ by vLLM: `check()` (run by a test, and at start) says clearly what moved.
 import inspect
 import multiprocessing
 import time
+from typing import Any
 
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
-from vllm.v1.engine import utils
+from vllm.v1.engine import async_llm, coordinator, utils
 from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.utils import APIServerProcessManager
 
 from spmd_serve.errors import UsageError
 
@@ -21,6 +24,7 @@ __all__ = [
     "MultiprocExecutor",
     "WorkerProc",
     "check",
+    "count_engines_from",
     "fork_engine_cores",
     "quieten",
 ]
@@ -64,6 +68,8 @@ _RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (MessageQueue, "wait_until_ready", ()),
     (MessageQueue, "shutdown", ()),
     (FutureWrapper, "result", ("timeout",)),
+    (StatLoggerManager, "__init__", ("vllm_config", "engine_idxs")),
+    (APIServerProcessManager, "__init__", ("target_server_fn",)),
 )
 
 
@@ -87,12 +93,42 @@ def check() -> None:
 
 
 def fork_engine_cores() -> None:
-    """Let vLLM fork its engine cores, as it does on GPUs, instead of spawning them.
+    """Let vLLM fork its engine cores and their coordinator, as it does on GPUs, instead of spawning them.
 
     On CPUs vLLM spawns because its workers below must not inherit OpenMP's threads. Our engine cores have
     no workers below them, and a fork spares each of them the import of vLLM (10 s and more) and its memory.
     """
-    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    for module in (utils, coordinator):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+class _ReplicaNumber(int):
+    """An engine's index below one endpoint, shown as the number of its replica in the job."""
+
+    first = 0
+
+    def __str__(self) -> str:
+        return str(int(self) + self.first)
+
+    def __format__(self, spec: str) -> str:
+        return format(int(self) + self.first, spec)
+
+
+def count_engines_from(first: int) -> None:
+    """Have this process's metrics and log lines of engine 0 say `first`, and so on.
+
+    An endpoint with some of a job's dense replicas is, for vLLM, a server with so many from 0 on.
+    """
+    _ReplicaNumber.first = first
+
+    class Manager(StatLoggerManager):
+        def __init__(
+            self, vllm_config: Any, engine_idxs: list[int] | None = None, *args: Any, **kwargs: Any
+        ) -> None:
+            numbers: list[int] = [_ReplicaNumber(index) for index in engine_idxs or [0]]
+            super().__init__(vllm_config, numbers, *args, **kwargs)
+
+    async_llm.StatLoggerManager = Manager
 
 
 NAP_MS = 1

@@ -195,10 +195,19 @@ def world_device(local_rank: int) -> torch.device | None:
 
 def check_layout(spec: ControlSpec, me: RankInfo) -> None:
     """Assert our layout formula against vLLM's own groups, once they exist."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    from vllm.distributed.parallel_state import get_dp_group, get_ep_group, get_pp_group, get_tp_group
 
-    coords = spec.layout.coords(me.rank)
+    layout = spec.layout
+    coords = layout.coords(me.rank)
     theirs = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
     assert theirs == (coords.pp, coords.tp), (
         f"rank {me.rank}: our layout says {coords}, vLLM's (pp, tp) {theirs}"
     )
+    if get_dp_group().world_size > 1:
+        assert get_dp_group().rank_in_group == coords.dp, (
+            f"rank {me.rank}: our layout says {coords}, vLLM's dp {get_dp_group().rank_in_group}"
+        )
+        assert get_ep_group().ranks == layout.expert_ranks(me.rank), (
+            f"rank {me.rank}: our layout spreads experts over ranks {layout.expert_ranks(me.rank)}, "
+            f"vLLM over {get_ep_group().ranks}"
+        )

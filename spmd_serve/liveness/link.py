@@ -86,7 +86,7 @@ class WatcherLink:
 
         hello: kind ("rank", "api", "engine"), name ("rank 3"), rank (int or None).  on_verdict: called once,
         from the link's thread, with the job's first cause; a process that is still there `grace_s` later is
-        killed. on_drain(reason): called once, on rank 0 only.  on_end: called when somebody has announced the
+        killed. on_drain(reason): called once, on ranks only.  on_end: called when somebody has announced the
         job's normal end.  stacks: let SIGUSR2 write the stacks of all threads to stderr.
         """
         Hello.of(hello)
@@ -123,7 +123,7 @@ class WatcherLink:
         self._send({"t": "failed", "cause": cause[:_LONGEST_CAUSE], "peer": peer})
 
     def request_drain(self, reason: str) -> None:
-        """Ask the job to finish what it does and end; rank 0's `on_drain` is called, once per job."""
+        """Ask the job to finish what it does and end; each rank's `on_drain` is called, once."""
         self._send({"t": "drain", "reason": reason[:_LONGEST_CAUSE]})
 
     def listen(self, address: str) -> int:
@@ -137,13 +137,13 @@ class WatcherLink:
         """By local rank 0 after the rendezvous: who belongs to the job, and its limits. Raises SpmdError."""
         self._ask({"t": "configure", "config": config.to_json()}, _REQUEST_S)
 
-    def announce_end(self, timeout_s: float = 2.0) -> bool:
-        """The job ends normally: deaths are no failures from now on, on no host.
+    def announce_end(self, timeout_s: float = 2.0, *, part: int = 0, of: int = 1) -> bool:
+        """Part `part` of the job's `of` parts ends normally; once all have, deaths are no failures any more.
 
-        Returns when all hosts know (True) or after `timeout_s` seconds (False).
+        Returns when that is so and all hosts know (True), or after `timeout_s` seconds (False).
         """
         try:
-            self._ask({"t": "end"}, timeout_s)
+            self._ask({"t": "end", "part": part, "of": of}, timeout_s)
         except SpmdError:
             return False
         return True

@@ -56,6 +56,8 @@ class Member:
     alive: bool = True
     excused: bool = False
     """Said that it leaves, or has been accused already: its death is no news."""
+    drains: bool = False
+    """Has been told that the job is to finish what it does."""
 
     def tell(self, message: Message) -> None:
         self.conn.send(pack(message))

@@ -29,6 +29,7 @@ class NodeCourt(Protocol):
     def joined(self) -> None: ...
     def pronounce(self, verdict: Verdict) -> None: ...
     def ask_for_stacks(self) -> None: ...
+    def request_drain(self, reason: str) -> None: ...
     def ended(self) -> None: ...
 
 
@@ -163,6 +164,8 @@ class Uplink:
             self._court.pronounce(Verdict.from_json(message["verdict"]))
         elif kind == "stacks":
             self._court.ask_for_stacks()
+        elif kind == "drain":
+            self._court.request_drain(str(message["reason"]))
         elif kind in ("end", "bye"):
             self.tell({"t": "end-known"})
             self._court.ended()

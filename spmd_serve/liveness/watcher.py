@@ -50,7 +50,8 @@ class Watcher:
         self._jury = Jury()
         self._grace_s = grace_s
         self._kill_at: float | None = None
-        self._drain_told = False
+        self._parts_ended: set[int] = set()
+        self._at_end: list[Callable[[], None]] = []
         self._after_end: list[Callable[[], None]] = []
         self._alone_since: float | None = None
         self._stacks_at = float("-inf")
@@ -167,7 +168,7 @@ class Watcher:
         elif kind == "drain":
             self.request_drain(str(message["reason"]))
         elif kind == "end":
-            self.end(lambda: member.tell(reply))
+            self.end(lambda: member.tell(reply), int(message["part"]), int(message["of"]))
         elif kind == "view":
             member.tell(reply | {"view": self.view()})
 
@@ -198,7 +199,6 @@ class Watcher:
         elif self.head is not None:
             self.head.configure(config)
         self._next_beat = self.now
-        self._tell_drain()
         return {}
 
     def rules(self) -> Message:
@@ -214,10 +214,14 @@ class Watcher:
         """What has happened before a new member came."""
         if self.verdict is not None:
             self._kill_at = self.now + self._grace_s
-        return self.news()
+        return self._outcome()
 
     def news(self) -> list[Message]:
         """What a newly connected host must know."""
+        drain: Message = {"t": "drain", "reason": self.draining}
+        return self._outcome() or ([drain] if self.draining is not None else [])
+
+    def _outcome(self) -> list[Message]:
         if self.verdict is not None:
             return [{"t": "verdict", "verdict": self.verdict.to_json()}]
         return [{"t": "end"}] if self.has_ended else []
@@ -227,41 +231,50 @@ class Watcher:
         assert self.uplink is not None
         for accusation in self._jury.heard:
             self.uplink.tell({"t": "accuse", "accusation": accusation.to_json()})
-        self._tell_drain()
+        if self.draining is not None:
+            self.uplink.tell({"t": "drain", "reason": self.draining})
 
     # Drain and normal end.
 
     def request_drain(self, reason: str) -> None:
-        """Somebody wants the job to finish what it does and end; rank 0 is told, once."""
-        if self.draining is None:
-            self.draining = reason
-            self._tell_drain()
+        """Somebody wants the job to finish what it does and end; all ranks of all hosts are told, once."""
+        if self.draining is not None:
+            return
+        self.draining = reason
+        self._tell_drain()
+        message = {"t": "drain", "reason": reason}
+        if self.uplink is not None:
+            self.uplink.tell(message)
+        if self.head is not None:
+            self.head.broadcast(message)
 
     def _tell_drain(self) -> None:
-        if self.draining is None or self._drain_told:
-            return
-        message = {"t": "drain", "reason": self.draining}
-        if self.uplink is not None:
-            self._drain_told = self.uplink.is_joined
-            self.uplink.tell(message)
+        """Tell the ranks of this host that have a number by now and do not know yet."""
+        if self.draining is None:
             return
         for member in self.members.alive:
-            if (member.hello.kind, member.hello.rank) == ("rank", 0):
-                self._drain_told = True
-                member.tell(message)
+            if member.hello.kind == "rank" and member.hello.rank is not None and not member.drains:
+                member.drains = True
+                member.tell({"t": "drain", "reason": self.draining})
 
-    def end(self, then: Callable[[], None]) -> None:
-        """A member says that the job ends normally; `then` is called when all hosts know."""
-        if self.head is not None:
-            self.ended()
-            self.head.end(then)
-        elif self.uplink is not None and self.uplink.is_joined:
-            # The head answers with the same message once it knows.
+    def end(self, then: Callable[[], None], part: int = 0, of: int = 1) -> None:
+        """Part `part` of `of` has ended normally; `then` is called when all have, and all hosts know."""
+        if self.uplink is not None and self.uplink.is_joined:
+            # The head answers with the same message once all parts have ended.
             self._after_end.append(then)
-            self.uplink.tell({"t": "end"})
-        else:
-            self.ended()
-            then()
+            self.uplink.tell({"t": "end", "part": part, "of": of})
+            return
+        self._parts_ended.add(part)
+        self._at_end.append(then)
+        if len(self._parts_ended) < of:
+            return
+        self.ended()
+        waiting, self._at_end = self._at_end, []
+        for then in waiting:
+            if self.head is not None:
+                self.head.end(then)
+            else:
+                then()
 
     def ended(self) -> None:
         """From now on deaths are no failures."""

@@ -1,8 +1,11 @@
-"""vLLM's stock API server on a port that rank 0 has bound; runs in rank 0's child."""
+"""vLLM's stock API server on a port that its rank has bound; runs in that rank's child."""
 
 import argparse
 import signal
+from functools import partial
+from typing import Any
 
+from spmd_serve.control import ADDITIONAL_CONFIG_KEY
 from spmd_serve.server.door import Door, about_to_listen
 
 
@@ -18,12 +21,16 @@ def serve_http(args: argparse.Namespace, door: Door, url: str) -> int:
     validate_api_server_args(args)
     set_ulimit()
     args.port = door.port
-    several = args.api_server_count if args.api_server_count is not None else args.data_parallel_size
+    number_replicas(args)
+    several = args.api_server_count or args.data_parallel_size_local or args.data_parallel_size
     if several > 1:
         about_to_listen(door.sock)
         args.api_server_count = several
         # run_multi_api_server binds by itself; ours is bound already.
         vllm_serve.setup_server = lambda args, *, reuse_port: (url, door.sock)
+        vllm_serve.APIServerProcessManager = partial(
+            vllm_serve.APIServerProcessManager, target_server_fn=serve_as_one_of_several
+        )
         vllm_serve.run_multi_api_server(args)
         return 0
     args.api_server_count = None
@@ -35,3 +42,20 @@ def serve_http(args: argparse.Namespace, door: Door, url: str) -> int:
     signal.signal(signal.SIGTERM, interrupt_loading)
     uvloop.run(entry.run_server_worker(url, door.sock, args))
     return 0
+
+
+def serve_as_one_of_several(listen_address: str, sock: Any, args: argparse.Namespace, config: Any) -> None:
+    """The main function of each of several API servers, in a spawned process of its own."""
+    from vllm.v1.utils import run_api_server_worker_proc
+
+    number_replicas(args)
+    run_api_server_worker_proc(listen_address, sock, args, config)
+
+
+def number_replicas(args: argparse.Namespace) -> None:
+    """Have metrics and logs of this process name replicas by their numbers in the job."""
+    from spmd_serve.engine.seam import count_engines_from
+
+    first = args.additional_config[ADDITIONAL_CONFIG_KEY]["first_replica"]
+    if first > 0:
+        count_engines_from(first)

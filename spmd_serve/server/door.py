@@ -1,4 +1,4 @@
-"""The HTTP port: bound by rank 0 before any model is loaded, handed to the API server by fork."""
+"""The HTTP port: bound before any model is loaded, handed to the API server by fork."""
 
 import errno
 import os
@@ -6,6 +6,9 @@ import socket
 from dataclasses import dataclass
 
 from spmd_serve.errors import UsageError
+
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Hosts that mean all addresses, and where such a server can be reached on its own host."""
 
 
 @dataclass(frozen=True)
@@ -22,17 +25,17 @@ class Door:
         if self.family == socket.AF_UNIX:
             target: str | tuple[str, int] = self.host
         else:
-            everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-            target = (everywhere.get(self.host, self.host), self.port)
+            target = (_EVERYWHERE.get(self.host, self.host), self.port)
         with socket.socket(self.family, socket.SOCK_STREAM) as probe:
             probe.settimeout(1.0)
             return probe.connect_ex(target) == 0
 
-    def url_of(self, *, tls: bool) -> str:
-        """The URL as vLLM and the start table show it."""
+    def url_of(self, *, tls: bool, address: str | None = None) -> str:
+        """The URL as vLLM and the start table show it; `address` stands for "all addresses" where given."""
         if self.family == socket.AF_UNIX:
             return f"unix:{self.host}"
-        shown = f"[{self.host}]" if ":" in self.host else self.host
+        host = address if address is not None and self.host in _EVERYWHERE else self.host
+        shown = f"[{host}]" if ":" in host else host
         return f"http{'s' if tls else ''}://{shown}:{self.port}"
 
 

@@ -1,0 +1,213 @@
+"""The layouts of a multi-node test plan: the same tokens as stock vLLM's from every endpoint.
+
+torchrun agents on this machine stand for nodes. The plan's own sizes need up to 8 ranks, some 20 GB and
+several minutes each on two cores, so they are by hand (last seen: docs/benchmarks.md); CI runs the same
+shapes at half the size.
+"""
+
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.agents import AgentsJob, agents_job
+from tests.support.endpoint import Endpoint
+from tests.support.faults import kill_nine
+from tests.support.ports import free_port
+from tests.support.stock import PROMPTS, Reference
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+END_S = 5.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout, and how many endpoints it makes."""
+
+    lb: str
+    dp: int
+    pp: int
+    tp: int
+    nodes: int
+
+    @property
+    def endpoints(self) -> int:
+        per_node = {"internal": self.dp, "external": 1, "hybrid": self.dp // self.nodes}
+        return self.dp // per_node[self.lb]
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.dp * self.pp * self.tp // self.nodes
+
+    @property
+    def flags(self) -> list[str]:
+        return [f"-dp={self.dp}", f"-pp={self.pp}", f"-tp={self.tp}", f"--lb={self.lb}"]
+
+    def __str__(self) -> str:
+        return f"{self.lb}-dp{self.dp}-pp{self.pp}-tp{self.tp}-on-{self.nodes}"
+
+    def job(self, model: Path, log: Path, *flags: str) -> AgentsJob:
+        return agents_job(
+            model,
+            log,
+            *self.flags,
+            "--api-server-count=1",
+            *flags,
+            nodes=self.nodes,
+            ranks=self.ranks_per_node,
+            endpoints=self.endpoints,
+        )
+
+
+FULL = [
+    Plan("internal", dp=1, pp=1, tp=4, nodes=2),
+    Plan("internal", dp=1, pp=2, tp=2, nodes=2),
+    Plan("external", dp=2, pp=1, tp=4, nodes=4),
+    Plan("internal", dp=2, pp=1, tp=4, nodes=4),
+    Plan("internal", dp=4, pp=1, tp=2, nodes=4),
+    Plan("external", dp=4, pp=1, tp=2, nodes=4),
+    Plan("hybrid", dp=4, pp=1, tp=2, nodes=2),
+    Plan("internal", dp=2, pp=2, tp=2, nodes=8),
+]
+
+
+@pytest.fixture(scope="session")
+def expected(reference: Reference, tiny_qwen3: Path) -> list[list[int]]:
+    return [answer.tokens for answer in reference.greedy(tiny_qwen3)]
+
+
+def generated(endpoint: Endpoint) -> dict[str, float]:
+    """How many tokens each engine behind the endpoint has generated, by its label in /metrics."""
+    _, text = endpoint.call("/metrics")
+    found = re.findall(r'^vllm:generation_tokens_total\{engine="(\d+)".*\} (\S+)$', text, re.MULTILINE)
+    return {engine: float(count) for engine, count in found}
+
+
+def check_tokens(job: AgentsJob, expected: list[list[int]]) -> None:
+    """All endpoints at once, every prompt by a client of its own."""
+    with ThreadPoolExecutor(len(job.endpoints)) as clients:
+        for tokens in clients.map(lambda endpoint: endpoint.greedy_together(PROMPTS), job.endpoints):
+            assert tokens == expected
+
+
+@pytest.mark.by_hand  # see the head of this file
+@pytest.mark.parametrize("plan", FULL, ids=str)
+def test_the_plan_at_full_size(
+    plan: Plan, tiny_qwen3: Path, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    with plan.job(tiny_qwen3, tmp_path).running(600.0) as job:
+        check_tokens(job, expected)
+        footprint = job.footprint()
+    footprint.assert_gone(1.0)
+
+
+@pytest.fixture(scope="class")
+def hybrid(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentsJob]:
+    plan = Plan("hybrid", dp=4, pp=1, tp=1, nodes=2)
+    with plan.job(tiny_qwen3, tmp_path_factory.mktemp("hybrid")).running() as job:
+        yield job
+
+
+@pytest.fixture(scope="class")
+def external(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentsJob]:
+    plan = Plan("external", dp=2, pp=1, tp=2, nodes=4)
+    with plan.job(tiny_qwen3, tmp_path_factory.mktemp("external")).running() as job:
+        yield job
+
+
+class TestHybrid:
+    """Two nodes with two replicas each: two endpoints."""
+
+    def test_every_endpoint_gives_stocks_tokens(self, hybrid: AgentsJob, expected: list[list[int]]) -> None:
+        check_tokens(hybrid, expected)
+
+    def test_load_is_spread_over_all_replicas(self, hybrid: AgentsJob) -> None:
+        before = [generated(endpoint) for endpoint in hybrid.endpoints]
+        assert [set(engines) for engines in before] == [{"0", "1"}, {"2", "3"}]
+        for endpoint in hybrid.endpoints:
+            endpoint.greedy_together([f"{number} bottles" for number in range(32)], 24)
+        for endpoint, engines in zip(hybrid.endpoints, before, strict=True):
+            after = generated(endpoint)
+            assert all(after[engine] - engines[engine] >= 4 * 24 for engine in after), (engines, after)
+
+    def test_a_long_request_blocks_nobody(self, hybrid: AgentsJob) -> None:
+        endpoint = hybrid.endpoints[1]
+        with ThreadPoolExecutor(1) as client:
+            long = client.submit(endpoint.greedy, ["once"], 900)
+            for number in range(4):
+                endpoint.greedy([f"{number} is short"], 4)
+            assert not long.done()
+            assert len(long.result()[0]) == 900
+
+    def test_each_endpoint_is_a_whole_server(self, hybrid: AgentsJob) -> None:
+        for endpoint in hybrid.endpoints:
+            assert endpoint.call("/health")[0] == 200
+            status, models = endpoint.call("/v1/models")
+            assert status == 200 and [model["id"] for model in models["data"]] == ["tiny"]
+        table = re.findall(r"^(http://\S+)  \((replicas .*)\)$", hybrid.text(), re.MULTILINE)
+        urls = [endpoint.url for endpoint in hybrid.endpoints]
+        assert table == list(zip(urls, ["replicas 0-1", "replicas 2-3"], strict=True))
+
+    def test_sigterm_at_one_node_lets_every_endpoint_finish(self, hybrid: AgentsJob) -> None:
+        footprint = hybrid.footprint()
+        with ThreadPoolExecutor(2) as clients:
+            answers = [clients.submit(one.greedy, ["to the end"], 100) for one in hybrid.endpoints]
+            for endpoint in hybrid.endpoints:
+                endpoint.call("/health")
+            os.kill(hybrid.servers[0].pid, signal.SIGTERM)
+            assert [len(answer.result()[0]) for answer in answers] == [100, 100]
+        # torchrun's own code is 1 after a signal; the other agent's tells of its ranks'.
+        assert hybrid.servers[1].wait_exit(30) == 0, hybrid.servers[1].tail()
+        assert hybrid.servers[0].wait_exit(10) == 1
+        assert "exitcode" not in hybrid.text()
+        footprint.assert_gone(1.0)
+
+
+class TestExternal:
+    """Four nodes of one rank, two to a replica: two endpoints, on the first and the third."""
+
+    def test_every_endpoint_gives_stocks_tokens(self, external: AgentsJob, expected: list[list[int]]) -> None:
+        check_tokens(external, expected)
+        assert [set(generated(endpoint)) for endpoint in external.endpoints] == [{"0"}, {"1"}]
+
+    def test_a_killed_rank_ends_all_endpoints(
+        self, external: AgentsJob, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        footprint = external.footprint()
+        members = external.endpoints[0].members()
+        kill_nine(next(int(member["pid"]) for member in members if member["name"] == "rank 3"))
+        seconds = footprint.seconds_to_end(END_S)
+        with capsys.disabled():
+            print(f"\nkill -9 of a rank of replica 1: both replicas are gone after {seconds:.1f} s")
+        footprint.assert_gone(1.0)
+        causes = re.findall(r"the job has failed: (.*)", external.text())
+        assert len(causes) == 4 and all("rank 3 (pid" in cause for cause in causes)
+
+
+class TestRefusals:
+    """One line, before anything is loaded, the same from every rank."""
+
+    def test_hybrid_with_all_first_ranks_on_one_node(self, tiny_qwen3: Path, tmp_path: Path) -> None:
+        job = agents_job(tiny_qwen3, tmp_path, "-dp=2", "--lb=hybrid", nodes=1, ranks=2)
+        assert "all of them (ranks 0-1) are on" in job.refusal(60)
+
+    def test_a_taken_port_of_another_node(self, tiny_qwen3: Path, tmp_path: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            taken = other.getsockname()[1]
+            job = agents_job(
+                tiny_qwen3,
+                tmp_path,
+                *("-dp=2", "--lb=external"),
+                nodes=2,
+                ranks=1,
+                endpoints=2,
+                ports=[free_port(), taken],
+            )
+            assert f"--port {taken} is taken by another process on this host" in job.refusal(60)
