@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 
 from spmd_serve.channel.local import OwnLine
 from spmd_serve.control import ControlSpec
+from spmd_serve.engine.cpu_collectives import complete_cpu_communicator
 from spmd_serve.engine.executor import STEP
 from spmd_serve.engine.gloo_devices import share_gloo_device
 from spmd_serve.engine.rank_channel import EndOfJob, RankChannel
@@ -163,6 +164,8 @@ def open_world(vllm_config: Any, store: TorchStore, spec: ControlSpec, me: RankI
     Dense replicas are worlds of their own; MoE replicas share one world of DP·PP·TP ranks.
     """
     share_gloo_device()
+    if current_platform.is_cpu():
+        complete_cpu_communicator()
     layout = spec.layout
     shared = vllm_config.parallel_config.data_parallel_size > 1
     replica = layout.replica(me.rank)

@@ -1,0 +1,45 @@
+"""Two collectives of coupled (MoE) replicas that vLLM 0.32 has for GPUs only."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def complete_cpu_communicator() -> None:
+    """Give vLLM's CPU communicator what it lacks; without it no MoE model runs with DP > 1 on CPUs."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    for method in (all_gatherv, reduce_scatterv):
+        if method.__name__ not in vars(CpuCommunicator):
+            setattr(CpuCommunicator, method.__name__, method)
+
+
+def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: Sequence[int] | None = None) -> Any:
+    """Rows of all ranks of the group, in order: `sizes` rows from each (default: as many as from us)."""
+    assert dim == 0, "vLLM gathers tokens, which are rows"
+    if isinstance(input_, torch.Tensor):
+        return _gather(self.device_group, input_, sizes or [input_.shape[0]] * self.world_size)
+    return [all_gatherv(self, one, dim, sizes) for one in input_]
+
+
+def reduce_scatterv(
+    self: Any, input_: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+) -> torch.Tensor:
+    """The sum over all ranks of the group; each rank gets its `sizes` rows of it (default: equal parts)."""
+    assert dim == 0, "vLLM scatters tokens, which are rows"
+    total = input_.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=self.device_group)
+    if sizes is None:
+        sizes = [total.shape[0] // self.world_size] * self.world_size
+    return torch.split(total, list(sizes))[self.rank_in_group]
+
+
+def _gather(group: Any, mine: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    # gloo gathers tensors of one shape only, so shorter ones are filled up.
+    padded = mine.new_zeros((max(sizes), *mine.shape[1:]))
+    padded[: mine.shape[0]] = mine
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
