@@ -33,7 +33,8 @@ def reduce_scatterv(
     dist.all_reduce(total, group=self.device_group)
     if sizes is None:
         sizes = [total.shape[0] // self.world_size] * self.world_size
-    return torch.split(total, list(sizes))[self.rank_in_group]
+    part: torch.Tensor = torch.split(total, list(sizes))[self.rank_in_group]
+    return part
 
 
 def _gather(group: Any, mine: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:

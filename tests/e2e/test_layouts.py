@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from tests.support.endpoint import Endpoint
 from tests.support.faults import kill_nine
 from tests.support.ports import free_port
 from tests.support.stock import PROMPTS, Reference
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -53,7 +54,7 @@ class Plan:
     def __str__(self) -> str:
         return f"{self.lb}-dp{self.dp}-pp{self.pp}-tp{self.tp}-on-{self.nodes}"
 
-    def job(self, model: Path, log: Path, *flags: str) -> AgentsJob:
+    def job(self, model: Path, log: Path, *flags: str, environ: Mapping[str, str] | None = None) -> AgentsJob:
         return agents_job(
             model,
             log,
@@ -63,6 +64,7 @@ class Plan:
             nodes=self.nodes,
             ranks=self.ranks_per_node,
             endpoints=self.endpoints,
+            environ=environ,
         )
 
 
@@ -84,10 +86,8 @@ def expected(reference: Reference, tiny_qwen3: Path) -> list[list[int]]:
 
 
 def generated(endpoint: Endpoint) -> dict[str, float]:
-    """How many tokens each engine behind the endpoint has generated, by its label in /metrics."""
-    _, text = endpoint.call("/metrics")
-    found = re.findall(r'^vllm:generation_tokens_total\{engine="(\d+)".*\} (\S+)$', text, re.MULTILINE)
-    return {engine: float(count) for engine, count in found}
+    """How many tokens each engine behind the endpoint has generated."""
+    return endpoint.by_engine("vllm:generation_tokens_total")
 
 
 def check_tokens(job: AgentsJob, expected: list[list[int]]) -> None:
@@ -189,6 +189,68 @@ class TestExternal:
         footprint.assert_gone(1.0)
         causes = re.findall(r"the job has failed: (.*)", external.text())
         assert len(causes) == 4 and all("rank 3 (pid" in cause for cause in causes)
+
+
+@pytest.fixture(scope="class")
+def internal(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentsJob]:
+    plan = Plan("internal", dp=2, pp=2, tp=1, nodes=4)
+    flags = ["--enable-lora", "--max-lora-rank=8"]
+    environ = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    job = plan.job(tiny_qwen3, tmp_path_factory.mktemp("internal"), *flags, environ=environ)
+    with job.running() as running:
+        yield running
+
+
+class TestInternal:
+    """Four nodes of one rank, two stages to a replica: one endpoint, whose commands reach both replicas."""
+
+    def test_tokens_equal_stock(self, internal: AgentsJob, expected: list[list[int]]) -> None:
+        check_tokens(internal, expected)
+        assert set(generated(internal.endpoints[0])) == {"0", "1"}
+
+    def test_an_adapter_is_loaded_on_both_replicas(
+        self, internal: AgentsJob, reference: Reference, tiny_qwen3: Path, tiny_lora: Path
+    ) -> None:
+        (endpoint,) = internal.endpoints
+        adapter = {"lora_name": "late", "lora_path": str(tiny_lora)}
+        assert endpoint.call("/v1/load_lora_adapter", adapter)[0] == 200
+        _, models = endpoint.call("/v1/models")
+        assert {model["id"] for model in models["data"]} == {"tiny", "late"}
+        (answer,) = reference.greedy(tiny_qwen3, PROMPTS[:1], lora=tiny_lora)
+        for replica in (0, 1):
+            assert endpoint.greedy_of(replica, PROMPTS[0], model="late") == answer.tokens
+
+    def test_the_prefix_caches_of_both_replicas_are_reset(self, internal: AgentsJob) -> None:
+        (endpoint,) = internal.endpoints
+        prompt = "a long beginning " * 20
+
+        def hits_when_asked_again() -> list[float]:
+            before = endpoint.by_engine("vllm:prefix_cache_hits_total")
+            for replica in (0, 1):
+                endpoint.greedy_of(replica, prompt, 1)
+            after = endpoint.by_engine("vllm:prefix_cache_hits_total")
+            return [after[engine] - before[engine] for engine in ("0", "1")]
+
+        hits_when_asked_again()
+        assert min(hits_when_asked_again()) > 0
+        assert endpoint.call("/reset_prefix_cache", {})[0] == 200
+        assert hits_when_asked_again() == [0, 0]
+
+    def test_both_replicas_sleep_and_wake_up(self, internal: AgentsJob) -> None:
+        """Level 0: scheduling alone, which is what a CPU can do."""
+        (endpoint,) = internal.endpoints
+        assert endpoint.call("/sleep?level=0&mode=keep", {})[0] == 200
+        assert endpoint.call("/is_sleeping") == (200, {"is_sleeping": True})
+        before = generated(endpoint)
+        with ThreadPoolExecutor(2) as clients:
+            answers = [clients.submit(endpoint.greedy_of, replica, "zzz", 8) for replica in (0, 1)]
+            waiting = "vllm:num_requests_waiting"
+            wait_until(lambda: endpoint.metric(waiting) == 2, 30, "both requests to wait")
+            assert generated(endpoint) == before
+            assert endpoint.call("/wake_up?tags=scheduling", {})[0] == 200
+            assert [len(answer.result()) for answer in answers] == [8, 8]
+        after = generated(endpoint)
+        assert {engine: after[engine] - before[engine] for engine in after} == {"0": 8, "1": 8}
 
 
 class TestRefusals:

@@ -77,6 +77,25 @@ class Endpoint:
             answers = clients.map(lambda prompt: self.greedy([prompt], max_tokens, model=model)[0], prompts)
             return list(answers)
 
+    def greedy_of(self, replica: int, prompt: str, max_tokens: int = 48, *, model: str = NAME) -> list[int]:
+        """The same for one prompt, from the replica behind this endpoint that is asked for."""
+        answer = self.client.completions.create(
+            model=model,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=0,
+            extra_body={"return_token_ids": True},
+            extra_headers={"X-data-parallel-rank": str(replica)},
+        )
+        tokens: list[int] = answer.choices[0].model_dump()["token_ids"]
+        return tokens
+
+    def by_engine(self, name: str) -> dict[str, float]:
+        """The samples of a metric of /metrics by their engine label."""
+        _, text = self.call("/metrics")
+        found = re.findall(rf'^{re.escape(name)}{{engine="(\d+)".*}} (\S+)$', text, re.MULTILINE)
+        return {engine: float(value) for engine, value in found}
+
     def metric(self, name: str) -> float:
         """The sum of all samples of a metric of /metrics."""
         _, text = self.call("/metrics")
