@@ -133,6 +133,8 @@ def prepare_environ() -> None:
     for name in set(os.environ) - set(clean):
         del os.environ[name]
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(LOADING_TIMEOUT_S))
+    # The API server outlives its engine by a moment, in which it answers clients; the watcher ends it then.
+    os.environ.setdefault("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is None:
         # Unset means all plugins, except endpoint plugins; naming ours must not switch off the others.

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from spmd_serve.liveness import words
 from spmd_serve.liveness.board import Board
+from spmd_serve.liveness.followers import Follower, Followers
 from spmd_serve.liveness.judge import Accusation, Weight
 from spmd_serve.liveness.loop import Conn, Loop, log
 from spmd_serve.liveness.proc import OomCounter, ProcFile, ProcStat, catches, ending_of
@@ -38,6 +39,9 @@ class Court(Protocol):
     def greeting(self) -> list[Message]: ...
     def request(self, member: "Member", message: Message) -> None: ...
     def view(self) -> Message: ...
+    def news(self) -> list[Message]: ...
+    @property
+    def followers(self) -> Followers: ...
 
 
 @dataclass
@@ -156,12 +160,18 @@ class Members:
             sock.close()
             return
         guest: list[Member] = []
+        follower: list[Follower] = []
 
         def on_line(line: bytes) -> None:
             message = unpack(line)
             try:
                 if guest:
                     self._hear(guest[0], message)
+                elif follower:
+                    self._court.followers.hear(follower[0], message)
+                elif message["t"] == "follow":
+                    drain_s = float(message["drain_s"])
+                    follower.append(self._court.followers.add(conn, drain_s, self._court.news()))
                 elif message["t"] == "view":
                     conn.send(pack({"t": "reply", "id": message.get("id"), "view": self._court.view()}))
                 else:
@@ -170,6 +180,8 @@ class Members:
                 raise BadLine(f"a bad {message['t']} message: {problem!r}") from problem
 
         def on_close(reason: str) -> None:
+            for one in follower:
+                self._court.followers.left(one)
             # A process that ends without having read all of our beats resets its connection: no news.
             if reason and reason != os.strerror(errno.ECONNRESET):
                 log(f"dropped the connection of pid {pid}: {reason}")

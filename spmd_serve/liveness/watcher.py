@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from spmd_serve.liveness import view
 from spmd_serve.liveness.family import Family
+from spmd_serve.liveness.followers import Followers
 from spmd_serve.liveness.head import Head
 from spmd_serve.liveness.judge import Accusation, Jury, LivedClock, Weight
 from spmd_serve.liveness.loop import Loop, log
@@ -47,6 +48,7 @@ class Watcher:
         self.head: Head | None = None
         self.uplink: Uplink | None = None
         self.members = Members(self, self.loop, listener)
+        self.followers = Followers(self._tell_drain)
         self._jury = Jury()
         self._grace_s = grace_s
         self._kill_at: float | None = None
@@ -83,6 +85,7 @@ class Watcher:
                 if self.uplink is not None:
                     self.uplink.tick(self.members.table())
             self._judge()
+            self._tell_drain()
             if self._may_leave():
                 return
 
@@ -150,6 +153,7 @@ class Watcher:
         self.verdict = verdict
         self._kill_at = self.now + self._grace_s
         for news in self.news():
+            self.followers.tell(news)
             self.members.tell(news)
             if self.head is not None:
                 self.head.broadcast(news)
@@ -217,7 +221,7 @@ class Watcher:
         return self._outcome()
 
     def news(self) -> list[Message]:
-        """What a newly connected host must know."""
+        """What a newly connected host or follower must know."""
         drain: Message = {"t": "drain", "reason": self.draining}
         return self._outcome() or ([drain] if self.draining is not None else [])
 
@@ -237,20 +241,23 @@ class Watcher:
     # Drain and normal end.
 
     def request_drain(self, reason: str) -> None:
-        """Somebody wants the job to finish what it does and end; all ranks of all hosts are told, once."""
+        """Somebody wants the job to finish what it does and end: new requests are refused on all hosts."""
         if self.draining is not None:
             return
         self.draining = reason
-        self._tell_drain()
         message = {"t": "drain", "reason": reason}
+        self.followers.drain(message, self.now)
         if self.uplink is not None:
             self.uplink.tell(message)
         if self.head is not None:
             self.head.broadcast(message)
+        self._tell_drain()
 
     def _tell_drain(self) -> None:
-        """Tell the ranks of this host that have a number by now and do not know yet."""
+        """Once nothing runs here any more, tell the ranks of this host that have a number and do not know."""
         if self.draining is None:
+            return
+        if not self.followers.drained(self.now):
             return
         for member in self.members.alive:
             if member.hello.kind == "rank" and member.hello.rank is not None and not member.drains:
@@ -280,6 +287,7 @@ class Watcher:
         """From now on deaths are no failures."""
         if not self.over:
             self.has_ended = True
+            self.followers.tell({"t": "end"})
             self.members.tell({"t": "end"})
         waiting, self._after_end = self._after_end, []
         for then in waiting:

@@ -1,6 +1,7 @@
 """vLLM's stock API server on a port that its rank has bound; runs in that rank's child."""
 
 import argparse
+import os
 import signal
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ def serve_http(args: argparse.Namespace, door: Door, url: str) -> int:
     validate_api_server_args(args)
     set_ulimit()
     args.port = door.port
+    # Engine cores are forked: with a copy of the socket they would keep clients waiting behind a closed door.
+    os.register_at_fork(after_in_child=door.sock.close)
     number_replicas(args)
     several = args.api_server_count or args.data_parallel_size_local or args.data_parallel_size
     if several > 1:

@@ -11,6 +11,8 @@ from fastapi.responses import JSONResponse
 from spmd_serve.control import ADDITIONAL_CONFIG_KEY, ControlSpec
 from spmd_serve.liveness import fetch_view
 from spmd_serve.server.door import about_to_listen
+from spmd_serve.server.gate import RETRY_AFTER_S, Gate, GateKeeper
+from spmd_serve.server.news import News
 
 LISTENING: socket.socket | None = None
 """The door's socket in a single API server, which starts to listen right after our state is made."""
@@ -26,50 +28,51 @@ class Plugin:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes; /health replaces vLLM's, which asks only whether the engine has failed already."""
+        self._gate = Gate()
+        app.add_middleware(GateKeeper, gate=self._gate)
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/ready", self.ready, methods=["GET"])
         app.add_api_route("/topology", self.topology, methods=["GET"])
-        self._app = app
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Remember the engine client; from here on connections are accepted."""
+        """Follow the job's news; from here on connections are accepted."""
         self._engine = engine_client
-        plain = (args.additional_config or {}).get(ADDITIONAL_CONFIG_KEY)
-        self._watcher = ControlSpec.from_json(plain).watcher if plain is not None else None
+        self._gate.engine_is_dead = lambda: engine_client is not None and bool(engine_client.errored)
+        self._spec = ControlSpec.from_json(args.additional_config[ADDITIONAL_CONFIG_KEY])
+        self._news = News(self._gate, args.shutdown_timeout)
+        await self._news.follow(self._spec.watcher)
         if LISTENING is not None:
             about_to_listen(LISTENING)
 
     async def health(self) -> JSONResponse:
         """200 when the engine and every rank live; 503 with the lost rank, its host and the cause."""
-        problem = await self._problem()
-        if problem is not None:
-            return JSONResponse({"status": "failed", **problem}, status_code=503)
-        return JSONResponse({"status": "ok"})
+        return self._failure() or JSONResponse({"status": "ok"})
 
     async def ready(self) -> JSONResponse:
         """200 while new requests are taken."""
-        problem = await self._problem()
-        if problem is not None:
-            return JSONResponse({"status": "failed", **problem}, status_code=503)
-        return JSONResponse({"status": "ready"})
+        if self._news.draining is not None and self._news.verdict is None:
+            return unavailable({"status": "draining", "cause": self._news.draining})
+        return self._failure() or JSONResponse({"status": "ready"})
 
     async def topology(self) -> JSONResponse:
         """Every process of the job as its watcher sees it."""
-        if self._watcher is None:
-            return JSONResponse({"error": "no watcher runs"}, status_code=503)
-        return JSONResponse(await run_in_threadpool(fetch_view, self._watcher, VIEW_TIMEOUT_S))
+        try:
+            return JSONResponse(await run_in_threadpool(fetch_view, self._spec.watcher, VIEW_TIMEOUT_S))
+        except OSError as gone:
+            return unavailable({"error": f"the watcher of this host does not answer: {gone}"})
 
-    async def _problem(self) -> dict[str, Any] | None:
-        if self._watcher is not None:
-            try:
-                view = await run_in_threadpool(fetch_view, self._watcher, VIEW_TIMEOUT_S)
-            except OSError as gone:
-                return {"cause": f"the watcher of this host does not answer: {gone}"}
-            if view.get("verdict"):
-                return dict(view["verdict"])
-        if self._engine is not None and self._engine.errored:
-            return {"cause": "the engine core has failed"}
+    def _failure(self) -> JSONResponse | None:
+        if self._news.verdict is not None:
+            return unavailable({"status": "failed", **self._news.verdict.to_json()})
+        if self._gate.engine_is_dead() and self._news.draining is None:
+            cause = {"rank": None, "host": None, "cause": "the engine core has failed"}
+            return unavailable({"status": "failed", **cause})
         return None
+
+
+def unavailable(body: dict[str, Any]) -> JSONResponse:
+    """A 503."""
+    return JSONResponse(body, status_code=503, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def plugin() -> Plugin:

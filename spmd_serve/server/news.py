@@ -1,0 +1,67 @@
+"""The job's news, as this host's watcher tells them to an API server: draining, the verdict, the end."""
+
+import asyncio
+import socket
+import time
+
+from spmd_serve.liveness import Verdict
+from spmd_serve.liveness.view import socket_name
+from spmd_serve.liveness.wire import BadLine, pack, unpack
+from spmd_serve.server.gate import Gate
+
+FAILED = "This server has failed and is about to end (see /health); try again later."
+DRAINING = "This server is shutting down and takes no new requests; try again later."
+CUT = "This server is shutting down, and the time for running requests is over; try again later."
+
+
+class News:
+    """Follows the watcher for as long as this process lives, and works the gate accordingly."""
+
+    def __init__(self, gate: Gate, drain_s: float) -> None:
+        """`drain_s`: how long running requests may go on once the job is to end, seconds."""
+        self.verdict: Verdict | None = None
+        self.draining: str | None = None
+        self._gate = gate
+        self._drain_s = drain_s
+        self._has_ended = False
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def follow(self, watcher: str) -> None:
+        """Connect to the watcher at this address. Raises OSError where there is none."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        sock.connect(socket_name(watcher))  # by ourselves: uvloop takes no abstract addresses
+        sock.setblocking(False)
+        reader, self._writer = await asyncio.open_unix_connection(sock=sock)
+        self._writer.write(pack({"t": "follow", "drain_s": self._drain_s}))
+        self._gate.on_empty = self._all_done
+        self._task = asyncio.create_task(self._read(reader))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while line := await reader.readline():
+                self._hear(unpack(line))
+        except (OSError, ValueError, KeyError, BadLine):
+            pass
+        if self.verdict is None and not self._has_ended:
+            self._fail(Verdict("the watcher of this host is gone", None, socket.gethostname(), time.time()))
+
+    def _hear(self, message: dict[str, object]) -> None:
+        kind = message["t"]
+        if kind == "verdict":
+            verdict = message["verdict"]
+            assert isinstance(verdict, dict)
+            self._fail(Verdict.from_json(verdict))
+        elif kind == "drain" and self.draining is None:
+            self.draining = str(message["reason"])
+            self._gate.shut(DRAINING)
+            asyncio.get_running_loop().call_later(self._drain_s, self._gate.cut, CUT)
+        elif kind == "end":
+            self._has_ended = True
+
+    def _fail(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        self._gate.cut(FAILED)
+
+    def _all_done(self) -> None:
+        if self.draining is not None and self._writer is not None:
+            self._writer.write(pack({"t": "drained"}))
