@@ -41,7 +41,7 @@ def test_torchruns_variables_stay_behind() -> None:
         "HOME": "/root",
     }
     prepare_environ()
-    ours = {"VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_PLUGINS"}
+    ours = {"VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "VLLM_PLUGINS"}
     assert set(os.environ) - {"PYTEST_CURRENT_TEST"} == {"HOME", *ours}
 
 

@@ -51,7 +51,7 @@ class News:
             verdict = message["verdict"]
             assert isinstance(verdict, dict)
             self._fail(Verdict.from_json(verdict))
-        elif kind == "drain" and self.draining is None:
+        elif kind == "drain" and self.draining is None and self.verdict is None:
             self.draining = str(message["reason"])
             self._gate.shut(DRAINING)
             asyncio.get_running_loop().call_later(self._drain_s, self._gate.cut, CUT)
