@@ -255,9 +255,7 @@ class Watcher:
 
     def _tell_drain(self) -> None:
         """Once nothing runs here any more, tell the ranks of this host that have a number and do not know."""
-        if self.draining is None:
-            return
-        if not self.followers.drained(self.now):
+        if self.draining is None or not self.followers.drained(self.now):
             return
         for member in self.members.alive:
             if member.hello.kind == "rank" and member.hello.rank is not None and not member.drains:
