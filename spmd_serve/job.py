@@ -2,20 +2,19 @@
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from spmd_serve import cores, network
+from spmd_serve import cores, log, network
 from spmd_serve.errors import ExitCode, PeerLost, SpmdError, is_of_a_peer, missing_package
 from spmd_serve.flags import Flags, host_name
 from spmd_serve.liveness import Verdict, WatchConfig, WatcherLink, start_watcher, watcher_address
 from spmd_serve.process import die_with_parent, die_with_parent_in_children
 from spmd_serve.report import report
 from spmd_serve.signals import on_ending_signal
-from spmd_serve.torchrun_env import TorchrunEnv
+from spmd_serve.torchrun_env import TorchrunEnv, node_range
 
 if TYPE_CHECKING:
     from spmd_serve.rendezvous import Membership
@@ -27,6 +26,8 @@ LAST_WORDS_S = 1.2
 """How long a rank with a child stays after the verdict: the API server, which dies with it, tells clients."""
 END_S = 5.0
 """How long a rank may still be busy once the job's normal end is announced."""
+LINGER_S = 1.0
+"""How long a rank of an elastic job that was not signalled itself stays after the job's normal end."""
 
 
 class Job:
@@ -52,6 +53,9 @@ class Job:
         self._before_exit: Callable[[], object] | None = None
         self._lock = threading.Lock()
         self._signals = 0
+        self._has_met = False
+        self._signalled = threading.Event()
+        self._least_nodes, self.most_nodes = node_range(env.agent_pid) or (1, 1)
         self.watcher: str
         self.link: WatcherLink
         self.membership: Membership
@@ -95,6 +99,11 @@ class Job:
         from spmd_serve.rendezvous import get_json, join, put_json
 
         env, flags = self.env, self.flags
+        if self.most_nodes > self._least_nodes and env.agent_store:
+            self.say(
+                "warning: no node can join this job later, nor take a lost one's place: start torchrun with "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node"
+            )
         route = network.choose_route(env.master_addr, env.master_port, flags.interface, os.environ)
         self.membership = join(
             env,
@@ -105,6 +114,7 @@ class Job:
             say=self.say,
             as_torchrun=self.as_torchrun,
         )
+        self._has_met = True
         me, store, cluster = self.membership.me, self.membership.store, self.membership.cluster
         self.link.identify(f"rank {me.rank}", me.rank)
         if me.local_rank == 0:
@@ -150,7 +160,7 @@ class Job:
     def say(self, text: str) -> None:
         """A line to the log, from one rank of each host."""
         if self.env.local_rank == 0:
-            print(f"spmd_serve: {text}", file=sys.stderr, flush=True)
+            log.say(f"spmd_serve: {text}")
 
     def vote(self, what: str, problem: SpmdError | None) -> None:
         """See `votes.vote`: returns when `what` went well on all ranks, else raises the same on all."""
@@ -214,8 +224,9 @@ class Job:
 
     def _ending_signal(self, number: signal.Signals) -> None:
         self._signals += 1
+        self._signalled.set()
         if self._signals > 1:
-            print(f"spmd_serve: second {number.name}: ends at once", file=sys.stderr, flush=True)
+            log.say(f"spmd_serve: second {number.name}: ends at once")
             os._exit(ExitCode.FAILED)
         self.link.request_drain(f"{number.name} at torchrun rank {self.env.rank} on {host_name()}")
 
@@ -226,17 +237,19 @@ class Job:
             on_drain = self._on_drain
         if on_drain is not None:
             on_drain(reason)
-        elif self.membership.me.rank == 0:
+        elif not self._has_met or self.membership.me.rank == 0:
             # Nothing is served yet: there is nothing to wait for.
             threading.Thread(target=self._end_early, name="end-early", daemon=True).start()
 
     def _end_early(self) -> None:
         self.link.announce_end()
+        self._linger()
         os._exit(ExitCode.OK)
 
     def _end(self) -> None:
         self._ended.set()
         if not self.serving:
+            self._linger()
             os._exit(ExitCode.OK)
         timer = threading.Timer(END_S, os._exit, (ExitCode.OK,))
         timer.daemon = True
@@ -253,6 +266,7 @@ class Job:
             raise PeerLost(
                 f"the job's end was not announced within {timeout_s:.0f} s after its driver's stop"
             )
+        self._linger()
 
     def announce_end(self) -> None:
         """On a rank that has opened an endpoint, when nothing is left to do there; others then end as well.
@@ -263,6 +277,16 @@ class Job:
         if of > 1:
             self.link.request_drain(f"the endpoint of {self.membership.me} has ended")
         self.link.announce_end(part=part, of=of)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Stay until this rank's own agent has signalled it, in case that it is about to.
+
+        When a node joins, each agent signals its ranks as soon as it hears of the node, and the first one's
+        signal drains all. An agent that saw its ranks end with code 0 before would take the job for done.
+        """
+        if self.most_nodes > self._least_nodes:
+            self._signalled.wait(LINGER_S)
 
     def _verdict(self, verdict: Verdict) -> None:
         if self._before_exit is not None:

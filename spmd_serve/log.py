@@ -1,7 +1,14 @@
 """Our log lines: on stderr, one handler of our own, no other logger touched."""
 
+import contextlib
 import logging
 import sys
+
+
+def say(text: str) -> None:
+    """A line to stderr now. A full disk or a closed pipe behind it must not keep a process from ending."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def set_up() -> None:

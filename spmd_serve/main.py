@@ -1,5 +1,6 @@
 """The door: find the subcommand, run it, turn every outcome into one line and an exit code."""
 
+import contextlib
 import os
 import sys
 import traceback
@@ -27,8 +28,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         traceback.print_exc()
         report(problem)
         code = ExitCode.FAILED
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # what it goes to may be full or closed
+            stream.flush()
     # Not sys.exit: threads of torch's process groups may still wait in C++ for peers that are gone.
     os._exit(int(code))
 

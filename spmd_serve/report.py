@@ -2,13 +2,13 @@
 
 import json
 import os
-import sys
 import time
 import traceback
 from pathlib import Path
 
 from spmd_serve.errors import SpmdError
 from spmd_serve.flags import host_name
+from spmd_serve.log import say
 from spmd_serve.torchrun_env import error_file, given_rank
 
 
@@ -17,7 +17,7 @@ def report(problem: BaseException, *, quiet: bool = False) -> None:
     rank = given_rank(os.environ)
     where = f"rank {rank} on {host_name()}" if rank is not None else host_name()
     if isinstance(problem, SpmdError) and not quiet:
-        print(f"spmd_serve: {where}: error: {problem}", file=sys.stderr, flush=True)
+        say(f"spmd_serve: {where}: error: {problem}")
     path = error_file(os.environ)
     if path is not None:
         text = (
@@ -27,4 +27,4 @@ def report(problem: BaseException, *, quiet: bool = False) -> None:
         try:
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
         except OSError as unwritable:
-            print(f"spmd_serve: {where}: no error file for torchrun: {unwritable}", file=sys.stderr)
+            say(f"spmd_serve: {where}: no error file for torchrun: {unwritable}")

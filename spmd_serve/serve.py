@@ -3,14 +3,13 @@
 import argparse
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from spmd_serve import cores, network
+from spmd_serve import cores, elastic, log, network
 from spmd_serve.control import ControlSpec
 from spmd_serve.driver_child import DriverChild
 from spmd_serve.errors import ExitCode, PeerLost, UsageError
@@ -106,14 +105,7 @@ def agree(
     membership = job.membership
     with job.voting("the command line"):
         args = parse_serve(early.rest, more_flags)
-        sizes = args.given_sizes
-        layout = Layout.resolve(
-            membership.cluster.ranks_per_node,
-            sizes["tensor_parallel_size"],
-            sizes["pipeline_parallel_size"],
-            sizes["data_parallel_size"],
-            hosts=membership.cluster.hosts,
-        )
+        layout = resolve_layout(job, args.given_sizes)
         apply_layout(args, layout)
     with job.voting("the model's files"):
         check_model(args.model)
@@ -123,6 +115,24 @@ def agree(
         if args.load_format == "auto" and fingerprint.items.get(DIRECTORY + args.model) == NO_WEIGHTS:
             raise UsageError(f"--model {args.model} has no weight files (--load-format dummy invents some)")
     return args, layout
+
+
+def resolve_layout(job: Job, sizes: Mapping[str, Any]) -> Layout:
+    """TP, PP and DP of this round. Raises UsageError where they do not make the world that is here."""
+    cluster = job.membership.cluster
+    tp, pp, dp = (sizes[f"{kind}_parallel_size"] for kind in ("tensor", "pipeline", "data"))
+    if dp != elastic.AUTO:
+        return Layout.resolve(cluster.ranks_per_node, tp, pp, dp, hosts=cluster.hosts)
+    try:
+        layout = elastic.as_many_replicas(cluster, tp, pp)
+    except UsageError:
+        elastic.wait_for_nodes(cluster, job.most_nodes, job.flags.join_timeout, job.say)
+        raise
+    job.say(
+        f"--data-parallel-size auto: {layout.dp} (of TP {layout.tp} x PP {layout.pp}, on "
+        f"{layout.world_size} ranks of {len(cluster.nodes)} of at most {job.most_nodes} nodes)"
+    )
+    return layout
 
 
 def check_model(model: str) -> None:
@@ -214,7 +224,7 @@ def start_api(
 
     def ready() -> None:
         seconds = time.monotonic() - started
-        print(f"spmd_serve: ready after {seconds:.0f} s: {url}{behind}", file=sys.stderr, flush=True)
+        log.say(f"spmd_serve: ready after {seconds:.0f} s: {url}{behind}")
 
     child.poll_until(door.answers, ready)
     return child
@@ -259,7 +269,7 @@ def print_table(spec: ControlSpec, urls: Mapping[str, Sequence[int]]) -> None:
     """On rank 0: who runs where, as what, and where to ask."""
     from spmd_serve.start_table import start_table
 
-    print(start_table(spec.cluster, spec.layout, urls), file=sys.stderr, flush=True)
+    log.say(start_table(spec.cluster, spec.layout, urls))
 
 
 def start_child(

@@ -130,7 +130,25 @@ def rendezvous_host(agent_pid: int, proc: Path = Path("/proc")) -> str | None:
     torchrun does not hand its --rdzv-endpoint on to the ranks (MASTER_ADDR is the node of *its* rank 0, which
     c10d and etcd choose by sorting), so it is read from the agent's command line and environment.
     """
-    pid = agent_pid
+    agent = _agent(agent_pid, proc)
+    return _endpoint_host(*agent) if agent is not None else None
+
+
+def node_range(agent_pid: int, proc: Path = Path("/proc")) -> tuple[int, int] | None:
+    """How many nodes torchrun may run the job on, at least and at most; None where it can't be known."""
+    agent = _agent(agent_pid, proc)
+    if agent is None:
+        return None
+    options, environ = agent
+    least, colon, most = (options.get("--nnodes") or environ.get("PET_NNODES") or "1").partition(":")
+    try:
+        return int(least), int(most if colon else least)
+    except ValueError:
+        return None
+
+
+def _agent(pid: int, proc: Path) -> tuple[dict[str, str], dict[str, str]] | None:
+    """Options and environment of the torchrun agent at or above a process."""
     for _ in range(_ANCESTORS):
         if pid <= 1:
             return None
@@ -138,7 +156,8 @@ def rendezvous_host(agent_pid: int, proc: Path = Path("/proc")) -> str | None:
         try:
             options = _agent_options((entry / "cmdline").read_bytes().decode(errors="replace"))
             if options is not None:
-                return _endpoint_host(options, (entry / "environ").read_bytes().decode(errors="replace"))
+                block = (entry / "environ").read_bytes().decode(errors="replace")
+                return options, dict(line.split("=", 1) for line in block.split("\0") if "=" in line)
             # "pid (name) state ppid ...": the name may hold blanks and brackets: count from the last bracket.
             pid = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):
@@ -168,8 +187,7 @@ def _is_agent(word: str) -> bool:
     return os.path.basename(word) == "torchrun" or word in _AGENT_MODULES or word.endswith(_AGENT_FILE)
 
 
-def _endpoint_host(options: Mapping[str, str], environ_block: str) -> str | None:
-    environ = dict(entry.split("=", 1) for entry in environ_block.split("\0") if "=" in entry)
+def _endpoint_host(options: Mapping[str, str], environ: Mapping[str, str]) -> str | None:
     if "--standalone" in options or environ.get("PET_STANDALONE") == "1":
         return "localhost"
     endpoint = options.get("--rdzv-endpoint") or environ.get("PET_RDZV_ENDPOINT")

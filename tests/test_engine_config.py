@@ -190,3 +190,12 @@ def test_a_parser_of_the_users_own_is_known(tmp_path: Path) -> None:
     words = ("some/model", "--reasoning-parser", "of_this_test")
     assert "is unknown" in refusal(*words)
     assert parse(*words, "--reasoning-parser-plugin", str(plugin)).reasoning_parser == "of_this_test"
+
+
+@pytest.mark.parametrize(
+    "words", [("-dp", "auto"), ("--data-parallel-size=auto",), ("--data_parallel_size", "auto")]
+)
+def test_data_parallel_may_follow_from_the_nodes(words: tuple[str, ...]) -> None:
+    assert parse("m", *words).given_sizes["data_parallel_size"] == "auto"
+    assert parse("m", "-dp", "2").given_sizes["data_parallel_size"] == 2
+    assert "data-parallel-size" in refusal("m", "-dp", "some")

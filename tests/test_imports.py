@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         *("errors", "messages", "process", "signals", "log", "report", "flags", "control", "start_table"),
         *("topology", "torchrun_env", "network", "cores", "identity", "allowed_classes", "codec"),
-        *("store", "numbering", "handshake", "votes", "agreement", "spinning", "liveness."),
+        *("store", "numbering", "handshake", "votes", "agreement", "elastic", "spinning", "liveness."),
         *("load_balancing", "spawned"),
     ),
     ("rendezvous", "channel."),

@@ -277,6 +277,26 @@ def test_drain_reaches_every_rank_once(job: Job) -> None:
     assert not any(actor.saw("drain") for actor in (*host.ranks, api))
 
 
+def test_drain_before_the_ranks_have_met_is_told_to_all(job: Job) -> None:
+    """There is no rank 0 yet that could finish anything."""
+    host = job.host(0, 1)
+    host.ranks[1].link("request_drain", "SIGTERM")
+    assert [rank.expect("drain")["reason"] for rank in host.ranks] == ["SIGTERM", "SIGTERM"]
+
+
+def test_an_end_that_follows_a_death_is_a_failure(job: Job) -> None:
+    """torchrun ends the other ranks of a host when one has died: that is not what they were asked to do."""
+    host = job.host(0, 1, 2)
+    job.configure()
+    host.ranks[2].kill()
+    host.ranks[2].process.wait(5)
+    host.ranks[1].link("request_drain", "SIGTERM")
+    host.ranks[0].send("link_call", "announce_end", [], {})
+    for rank in host.ranks[:2]:
+        assert "rank 2" in rank.expect("verdict")["cause"]
+        assert not rank.saw("end") and not rank.saw("drain")
+
+
 def test_normal_end(job: Job) -> None:
     host = job.host(0, 1)
     job.configure()

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from spmd_serve.errors import UsageError
-from spmd_serve.torchrun_env import TorchrunEnv, clean_environ, rendezvous_host, split_endpoint
+from spmd_serve.torchrun_env import (
+    TorchrunEnv,
+    clean_environ,
+    node_range,
+    rendezvous_host,
+    split_endpoint,
+)
 
 RANK_3 = {
     "RANK": "3",
@@ -145,6 +151,24 @@ def test_the_endpoint_that_torchrun_was_given(
     # A wrapper script between the agent and the rank changes nothing.
     proc_entry(tmp_path, 51, ["bash", "-c", "torchrun --rdzv-endpoint=no"], {}, 50)
     assert rendezvous_host(51, tmp_path) == host
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "nodes"),
+    [
+        (["torchrun", "--nnodes", "1:4"], {}, (1, 4)),
+        (["torchrun", "--nnodes=2"], {"PET_NNODES": "1:4"}, (2, 2)),
+        (["torchrun", "--standalone"], {}, (1, 1)),
+        (["torchrun", "--no-python"], {"PET_NNODES": "2:3"}, (2, 3)),
+        (["torchrun", "--nnodes=many"], {}, None),
+        (["bash"], {}, None),
+    ],
+)
+def test_how_many_nodes_torchrun_may_run_the_job_on(
+    tmp_path: Path, words: list[str], environ: dict[str, str], nodes: tuple[int, int] | None
+) -> None:
+    proc_entry(tmp_path, 50, [*words, *SCRIPT], environ, 1)
+    assert node_range(50, tmp_path) == nodes
 
 
 def test_no_torchrun_above(tmp_path: Path) -> None:

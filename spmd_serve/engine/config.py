@@ -16,6 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from spmd_serve import flags as our_flags
 from spmd_serve.control import ADDITIONAL_CONFIG_KEY, ControlSpec
+from spmd_serve.elastic import AUTO
 from spmd_serve.errors import UsageError
 from spmd_serve.load_balancing import Endpoint
 from spmd_serve.topology import Layout
@@ -46,6 +47,10 @@ def make_parser(more: AddFlags | None = None) -> ServeParser:
     if more is not None:
         more(parser)
     make_arg_parser(parser)
+    for action in parser._actions:
+        if action.dest == "data_parallel_size":
+            action.type = number_or_auto
+            action.help = f"{action.help} {AUTO}: as many replicas as the ranks of this round make."
     parser.set_defaults(shutdown_timeout=DEFAULT_SHUTDOWN_TIMEOUT_S)
     for action in parser._actions:
         if action.dest == "port":
@@ -57,6 +62,11 @@ def make_parser(more: AddFlags | None = None) -> ServeParser:
 def _port(text: str) -> int | tuple[int, ...]:
     ports = our_flags.port_list(text)
     return ports[0] if len(ports) == 1 else ports
+
+
+def number_or_auto(text: str) -> int | str:
+    """A value of ``--data-parallel-size``."""
+    return AUTO if text == AUTO else int(text)
 
 
 def parse_serve(argv: Sequence[str], more: AddFlags | None = None) -> argparse.Namespace:

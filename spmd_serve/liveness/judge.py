@@ -36,6 +36,8 @@ SETTLE_S: Mapping[Weight, float] = {
 }
 """How long an accusation waits for a more causal one, seconds."""
 
+_FINAL = (Weight.OWN, Weight.WORDLESS, Weight.HOST, Weight.PEER)
+
 
 @dataclass(frozen=True)
 class Accusation:
@@ -97,6 +99,11 @@ class Jury:
     def heard(self) -> list[Accusation]:
         """All accusations, in the order of their arrival."""
         return [accusation for accusation, _, _ in self._heard.values()]
+
+    @property
+    def has_death(self) -> bool:
+        """Whether a member or a whole host is gone, or has said that it fails: no drain mends that."""
+        return any(accusation.weight in _FINAL for accusation, _, _ in self._heard.values())
 
     def due(self) -> float | None:
         """When `verdict` will have an answer; None while nothing was heard."""

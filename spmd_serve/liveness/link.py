@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -20,6 +19,7 @@ from spmd_serve.liveness.judge import LivedClock
 from spmd_serve.liveness.records import STACKS_SIGNAL, Hello, Message, Verdict, WatchConfig
 from spmd_serve.liveness.seat import Seat, take_seat
 from spmd_serve.liveness.wire import BadLine, pack, unpack
+from spmd_serve.log import say
 from spmd_serve.process import open_pidfd, send_signal, wait_readable
 
 _SLICE_S = 1.0
@@ -30,7 +30,7 @@ _LONGEST_CAUSE = 4000
 
 def end_process(verdict: Verdict) -> None:
     """The default answer to a verdict: one line to stderr, then exit code 1 without any clean-up."""
-    print(f"spmd_serve: {verdict.cause}", file=sys.stderr, flush=True)
+    say(f"spmd_serve: {verdict.cause}")
     os._exit(1)
 
 
@@ -271,7 +271,7 @@ class WatcherLink:
         try:
             self._on_verdict(verdict)
         except BaseException as problem:
-            print(f"spmd_serve: on_verdict failed: {problem!r}", file=sys.stderr, flush=True)
+            say(f"spmd_serve: on_verdict failed: {problem!r}")
             end_process(verdict)
 
     def _let_go(self) -> None:

@@ -241,8 +241,11 @@ class Watcher:
     # Drain and normal end.
 
     def request_drain(self, reason: str) -> None:
-        """Somebody wants the job to finish what it does and end: new requests are refused on all hosts."""
-        if self.draining is not None:
+        """Somebody wants the job to finish what it does and end: new requests are refused on all hosts.
+
+        torchrun asks for it too when one of its ranks has died: then the job has failed, and says so soon.
+        """
+        if self.draining is not None or self._jury.has_death:
             return
         self.draining = reason
         message = {"t": "drain", "reason": reason}
@@ -254,16 +257,25 @@ class Watcher:
         self._tell_drain()
 
     def _tell_drain(self) -> None:
-        """Once nothing runs here any more, tell the ranks of this host that have a number and do not know."""
+        """Once nothing runs here any more, tell the ranks of this host that have a number and do not know.
+
+        Before the ranks have met none has one: all are told then, as there is nothing to finish.
+        """
         if self.draining is None or not self.followers.drained(self.now):
             return
         for member in self.members.alive:
-            if member.hello.kind == "rank" and member.hello.rank is not None and not member.drains:
+            has_place = member.hello.rank is not None or self.config is None
+            if member.hello.kind == "rank" and has_place and not member.drains:
                 member.drains = True
                 member.tell({"t": "drain", "reason": self.draining})
 
     def end(self, then: Callable[[], None], part: int = 0, of: int = 1) -> None:
         """Part `part` of `of` has ended normally; `then` is called when all have, and all hosts know."""
+        first = self._jury.first() if self._jury.has_death else None
+        if first is not None:
+            # Ranks of other hosts must not end with code 0: their agents would take no part in a restart.
+            self._pronounce(first)
+            return
         if self.uplink is not None and self.uplink.is_joined:
             # The head answers with the same message once all parts have ended.
             self._after_end.append(then)

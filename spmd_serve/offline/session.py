@@ -7,7 +7,6 @@ the middle.
 
 import gc
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -184,7 +183,7 @@ class Session:
     def _say(self, text: str) -> None:
         # The first rank of each host, and rank 1, which knows when rank 0 is the one that is waited for.
         if self.me.local_rank == 0 or self.me.rank == 1:
-            print(f"spmd_serve: {text}", file=sys.stderr, flush=True)
+            log.say(f"spmd_serve: {text}")
 
     # Calling.
 

@@ -142,21 +142,36 @@ def hosts_job(
     modules: Mapping[str, str] | None = None,
     prefix: Mapping[str, Sequence[str]] | None = None,
     head: str | None = None,
+    max_restarts: int = 0,
+    nnodes: str | None = None,
+    backend: str = "c10d",
+    meeting_at: str | None = None,
 ) -> HostsJob:
     """The same torchrun line on every host, meeting at the first one.
 
     only: flags for single hosts; modules: what runs there instead of spmd_serve; prefix: a command that runs
-    torchrun there; head: the host that will serve (the flags must say so).
+    torchrun there; head: the host that will serve (the flags must say so).  nnodes: torchrun's, as 1:4
+    (default: all hosts).  meeting_at: "host:port" of a rendezvous elsewhere, such as an etcd.
     """
     first = hosts.names[0]
     servers = {}
-    for host in hosts.names:
-        meeting = Rendezvous(f"{hosts.address(first)}:{MEETING_PORT}", local_addr=hosts.address(host))
+    for number, host in enumerate(hosts.names):
+        meeting = Rendezvous(
+            meeting_at or f"{hosts.address(first)}:{MEETING_PORT}",
+            backend=backend,
+            nnodes=nnodes or str(len(hosts.names)),
+            node_rank=number if backend == "static" else None,
+            local_addr=hosts.address(host),
+        )
         arguments = [str(model), f"--port={HTTP_PORT}", f"--served-model-name={NAME}", *SMALL_FLAGS]
         arguments += [*flags, *(only or {}).get(host, ())]
         module = (modules or {}).get(host, "spmd_serve")
         command = torchrun_command(
-            ranks, arguments if module == "spmd_serve" else [], rendezvous=meeting, module=module
+            ranks,
+            arguments,
+            rendezvous=meeting,
+            max_restarts=max_restarts,
+            module=module,
         )
         servers[host] = Server(
             hosts.command(host, [*(prefix or {}).get(host, ()), *command]),

@@ -65,6 +65,11 @@ class Server:
         return self._started.poll()
 
     @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self.returncode is None
+
+    @property
     def _started(self) -> subprocess.Popen[bytes]:
         assert self._process is not None, f"not started: {self.command}"
         return self._process
@@ -135,7 +140,7 @@ class Server:
         try:
             return self.wait_ready()
         except BaseException:
-            self._end()
+            self.end()
             raise
 
     def __exit__(
@@ -144,9 +149,10 @@ class Server:
         if kind is None and self.returncode is None:
             self.stop()
         else:  # a failing test keeps its own error; a server that has ended must still leave nothing
-            self._end()
+            self.end()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Stop it if it runs, and end what it may have left; it says nothing of a failure."""
         family = descendants(self.pid)
         with contextlib.suppress(AssertionError):
             if self.returncode is None:

@@ -1,0 +1,103 @@
+"""A job without a model, for what torchrun and we do around one: `-m tests.support.light_job FLAGS`.
+
+Ranks, watchers, votes and rank 0's child are the program's own. The child answers every GET with the job's
+round, as JSON; ranks wait for the end. So a round starts in seconds.
+"""
+
+import argparse
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import TYPE_CHECKING
+
+from spmd_serve import log
+from spmd_serve.driver_child import DriverChild
+from spmd_serve.elastic import AUTO
+from spmd_serve.errors import SpmdError
+from spmd_serve.flags import parse_early
+from spmd_serve.job import LAST_WORDS_S, Job
+from spmd_serve.report import report
+from spmd_serve.serve import _child_ended, control_spec, open_door, plan_endpoints, resolve_layout
+from spmd_serve.server.door import about_to_listen
+from spmd_serve.start_table import start_table
+from spmd_serve.topology import Layout
+
+if TYPE_CHECKING:
+    from spmd_serve.server.door import Door
+
+
+def given_sizes(words: Sequence[str]) -> dict[str, int | str | None]:
+    """As vLLM's parser gives them."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for flag, name in (("-tp", "tensor"), ("-pp", "pipeline"), ("-dp", "data")):
+        parser.add_argument(
+            flag, dest=f"{name}_parallel_size", type=lambda text: AUTO if text == AUTO else int(text)
+        )
+    return dict(vars(parser.parse_known_args(words)[0]))
+
+
+def serve(job: Job, door: "Door", layout: Layout, started: float) -> None:
+    """Fork the child that answers."""
+    spec = control_spec(job, layout)
+    cluster = job.membership.cluster
+    answer = {
+        "generation": job.membership.nonce,
+        "dp": layout.dp,
+        "hosts": cluster.hosts,
+        "pids": {f"rank {info.rank}": info.pid for info in cluster.ranks},
+    }
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    def body() -> int:
+        about_to_listen(door.sock)
+        server = HTTPServer(("", 0), Answer, bind_and_activate=False)
+        server.socket.close()
+        server.socket = door.sock
+        server.server_activate()
+        server.serve_forever()
+        return 0
+
+    url = door.url_of(tls=False)
+    log.say(start_table(cluster, layout, {url: range(layout.dp)}))
+    child = DriverChild.start("API server", body, spec, fork_engines=False)
+    door.sock.close()
+    job.drain_with(lambda reason: child.drain())
+    job.before_exit(lambda: child.wait(LAST_WORDS_S))
+    child.watch(lambda code: job.announce_end() if code == -15 else _child_ended(job, "API server", code))
+    child.poll_until(door.answers, lambda: job.say(f"ready after {time.monotonic() - started:.0f} s: {url}"))
+
+
+def main() -> None:
+    started = time.monotonic()
+    early = parse_early(sys.argv[1:])
+    job = Job.enter(early.flags)
+    with job.reported():
+        with job.voting("the command line"):
+            layout = resolve_layout(job, given_sizes(early.rest))
+        door = open_door(job, early, plan_endpoints(job, layout))
+        job.link.slot.state("loading")
+        if door is not None:
+            serve(job, door, layout, started)
+        threading.Event().wait()  # a verdict or the announced end ends this process
+
+
+if __name__ == "__main__":
+    log.set_up()
+    try:
+        main()
+    except SpmdError as problem:
+        report(problem)
+        sys.exit(problem.exit_code)
