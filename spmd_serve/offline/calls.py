@@ -1,6 +1,6 @@
 """What a rank is about to do, as the others compare it. Pure."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,12 @@ IGNORED = ("use_tqdm",)
 """Arguments that change nothing but what is shown, and that scripts set by rank."""
 
 _SHOWN_ARGUMENTS = 3
+
+OwnCall = tuple[str | Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A worker's method or a function of the worker, with arguments. It never leaves its process: every rank's
+
+script makes the same call, so functions, and tensors of this rank alone, need not be sent.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,15 @@ class Call:
     def deed(self) -> str:
         """What the rank does, as the end of a sentence."""
         return self.method if self.left else f"calls {self}"
+
+
+def own_call(method: str, arguments: Mapping[str, Any]) -> OwnCall | None:
+    """What a call has each shard do with its own rank's arguments; None for methods of the driver."""
+    if method == "collective_rpc":
+        return arguments["method"], tuple(arguments.get("args") or ()), dict(arguments.get("kwargs") or {})
+    if method == "apply_model":
+        return method, (arguments["func"],), {}
+    return None
 
 
 def disagreement(calls: Mapping[int, Call], hosts: Mapping[int, str]) -> str | None:

@@ -10,7 +10,9 @@ from typing import Any
 
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from spmd_serve.offline.session import Session, own_call
+from spmd_serve.offline.calls import own_call
+from spmd_serve.offline.session import Session
+from spmd_serve.offline.spread import combine
 
 
 class ExecutorView:
@@ -75,6 +77,8 @@ class EngineView:
                     return session.run_own(arguments.get("timeout"))
                 return getattr(session.llm.llm_engine, name)(*args, **kwargs)
 
-            return session.call(f"llm_engine.{name}", arguments, run, own=own)
+            return session.call(
+                f"llm_engine.{name}", arguments, run, lambda values: combine(name, values), own=own
+            )
 
         return call

@@ -83,11 +83,18 @@ class ScriptExecutor(TorchrunExecutor):
         return type("ScriptExecutor", (cls,), {"seat": seat, "__module__": __name__})
 
     def _init_executor(self) -> None:
+        self.forward_passes = 0
+        """Batches that ran the model (see `offline.lockstep`)."""
         super()._init_executor()
         busy = self.futures_queue
         ledger = Ledger(self.rpc_broadcast_mq, self.response_mqs, lambda: len(busy) > 0)
         self.rpc_broadcast_mq, self.response_mqs = ledger, ledger.inboxes
         self.driver_worker = self.seat.shard.worker  # as vLLM's in-process executors have it
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        """As ever, and counted; an empty batch does not run the model."""
+        self.forward_passes += scheduler_output.total_num_scheduled_tokens > 0
+        return super().execute_model(scheduler_output, non_block)
 
     def _place(self) -> tuple[ControlSpec, int]:
         return self.seat.spec, self.seat.replica

@@ -12,8 +12,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from spmd_serve.offline import options
+from spmd_serve.offline.calls import own_call
 from spmd_serve.offline.engine_view import EngineView
-from spmd_serve.offline.session import Session, own_call
+from spmd_serve.offline.session import Session
 from spmd_serve.offline.spread import PROMPTS, combine, gather, spread
 
 _NOT_COLLECTIVE = ("get_tokenizer", "get_world_size", "get_default_sampling_params", "from_engine_args")
@@ -112,6 +113,9 @@ class LLM(vllm.LLM):
         def run() -> Any:
             return session.run_own(arguments.get("timeout")) if own else self._run(method, arguments)
 
+        if session.own_prompts and session.lockstep is not None:
+            values = session.call(method, {}, run, list, own=own)
+            return values[session.replica] if everywhere or session.is_driver else None
         return session.call(method, arguments, run, merge, everywhere, own)
 
     def _spread(self, method: str, arguments: dict[str, Any], mine: int, everywhere: bool) -> Any:

@@ -27,13 +27,14 @@ from spmd_serve.engine.shard import place_config
 from spmd_serve.errors import PeerLost, SpmdError, UsageError
 from spmd_serve.offline import options as given
 from spmd_serve.offline import world
-from spmd_serve.offline.calls import Call
+from spmd_serve.offline.calls import Call, OwnCall
 from spmd_serve.offline.executor import ScriptExecutor, Seat
 from spmd_serve.offline.lines import Lines, OutOfStep, open_lines
+from spmd_serve.offline.lockstep import Lockstep
 from spmd_serve.offline.options import Options
 from spmd_serve.offline.outcome import Outcome, allow_answers
 from spmd_serve.offline.script_job import ScriptJob
-from spmd_serve.offline.shard_thread import OWN_CALL, OwnCall, ShardThread
+from spmd_serve.offline.shard_thread import OWN_CALL, ShardThread
 from spmd_serve.topology import Layout
 
 HEARTBEAT_S = 2.0
@@ -63,6 +64,8 @@ class Session:
         self.llm: Any = None
         """vLLM's own LLM, on a rank that drives."""
         self.layout = self._agree(engine)
+        self.lockstep: Lockstep | None = None
+        """For replicas that are no engines of their own."""
         self.config = self._configure(engine)
         replica = self.layout.replica(self.me.rank)
         self.replica = replica
@@ -100,16 +103,15 @@ class Session:
         with self._job.voting("the engine's configuration"):
             seam.check()
             arguments = {**given.engine_only(engine), **self._sizes()}
-            try:
-                config = EngineArgs(
-                    **arguments, distributed_executor_backend=TorchrunExecutor
-                ).create_engine_config(UsageContext.LLM_CLASS)
-            except (ValueError, TypeError, KeyError, OSError, NotImplementedError, AssertionError) as problem:
-                raise UsageError(one_line(problem)) from problem
-            if self.options.given["dp"] not in (None, 1) and config.model_config.is_moe:
-                raise UsageError(
-                    "data_parallel_size above 1 of a mixture-of-experts model works in `-m spmd_serve` only, "
-                    "where all replicas step together: leave it out here, and give tensor_parallel_size"
+            config = _build(arguments)
+            if config.model_config.is_moe and self.options.given["dp"] not in (None, 1):
+                if self.layout.pp > 1:
+                    raise UsageError(
+                        "data_parallel_size and pipeline_parallel_size above 1 with a mixture-of-experts "
+                        "model work in `-m spmd_serve` only: give tensor_parallel_size in a script"
+                    )
+                config = _build(
+                    {**arguments, "data_parallel_size": self.layout.dp, "async_scheduling": False}
                 )
         return config
 
@@ -128,12 +130,20 @@ class Session:
         job.link.slot.state("loading")
         place_config(self.config, spec, self.me)
         world.ensure(self.config, membership.store, self.me, membership.cluster)
+        together = self.config.parallel_config.data_parallel_size > 1
+        if together:
+            self.lockstep = Lockstep([self.layout.first_rank(replica) for replica in range(self.layout.dp)])
         self.shard = ShardThread(self.config, spec, self.me, membership.store, job.env, job.link, own)
         self.shard.load()
         if own is not None:
             seat = Seat(spec, self.replica, own, self.shard, lambda: job.failing)
             backend = ScriptExecutor.bound_to(seat)
-            self.llm = vllm.LLM(**engine, **self._sizes(), distributed_executor_backend=backend)
+            more: dict[str, Any] = self._sizes()
+            if together:  # no step before the last one is known
+                more["async_scheduling"] = False
+            self.llm = vllm.LLM(**{**engine, **more}, distributed_executor_backend=backend)
+            if self.lockstep is not None:
+                self.lockstep.drive(self.llm.llm_engine)
 
     def _spec(self) -> ControlSpec:
         membership, flags = self._job.membership, self._job.flags
@@ -155,13 +165,14 @@ class Session:
 
     @property
     def own_prompts(self) -> bool:
-        """Each replica is given its own prompts: they don't meet."""
+        """Each replica is given its own prompts; unless they run the model together, they don't meet."""
         return self.options.external and self.layout.dp > 1
 
     def _connect(self) -> Lines:
         membership, layout = self._job.membership, self.layout
-        ranks = layout.replica_ranks(self.replica) if self.own_prompts else range(layout.world_size)
-        name = f"meeting/{self.replica if self.own_prompts else 'all'}"
+        apart = self.own_prompts and self.lockstep is None
+        ranks = layout.replica_ranks(self.replica) if apart else range(layout.world_size)
+        name = f"meeting/{self.replica if apart else 'all'}"
         key = self._job.key()
         return open_lines(
             membership.store,
@@ -229,12 +240,14 @@ class Session:
         results: list[Any] = self.llm.collective_rpc(OWN_CALL, timeout_s, (self._number,))
         return results
 
-    @staticmethod
-    def _run(run: Callable[[], Any]) -> Outcome:
+    def _run(self, run: Callable[[], Any]) -> Outcome:
         try:
-            return Outcome(run())
+            outcome = Outcome(run())
         except Exception as problem:
-            return Outcome(error=problem)
+            outcome = Outcome(error=problem)
+        if self.lockstep is not None:
+            self.lockstep.keep_up()
+        return outcome
 
     # Closing.
 
@@ -276,17 +289,17 @@ class Session:
         self.finish(None)
 
 
+def _build(arguments: Mapping[str, Any]) -> Any:
+    try:
+        return EngineArgs(**arguments, distributed_executor_backend=TorchrunExecutor).create_engine_config(
+            UsageContext.LLM_CLASS
+        )
+    except (ValueError, TypeError, KeyError, OSError, NotImplementedError, AssertionError) as problem:
+        raise UsageError(one_line(problem)) from problem
+
+
 def _merged(parts: list[Outcome], merge: Callable[[list[Any]], Any]) -> Outcome:
     for part in parts:
         if part.error is not None:
             return part
     return Outcome(merge([part.value for part in parts]))
-
-
-def own_call(method: str, arguments: Mapping[str, Any]) -> OwnCall | None:
-    """What a call has each shard do with its own rank's arguments; None for methods of the driver."""
-    if method == "collective_rpc":
-        return arguments["method"], tuple(arguments.get("args") or ()), dict(arguments.get("kwargs") or {})
-    if method == "apply_model":
-        return method, (arguments["func"],), {}
-    return None

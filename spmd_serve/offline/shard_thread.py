@@ -26,19 +26,14 @@ from spmd_serve.engine.seam import WorkerProc
 from spmd_serve.engine.shard import LAST_OF_LOADING, STEP_METHODS, Shard, check_layout
 from spmd_serve.liveness import WatcherLink
 from spmd_serve.offline import world
+from spmd_serve.offline.calls import OwnCall
 from spmd_serve.topology import RankInfo
 from spmd_serve.torchrun_env import TorchrunEnv
 
 _SLICE_S = 1.0
 
 OWN_CALL = "spmd_serve_own_call"
-"""Worker method that runs what this rank's script itself has passed to `collective_rpc` (see `OwnCall`)."""
-
-OwnCall = tuple[str | Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""A worker's method or a function of the worker, with arguments. It never leaves its process: every rank's
-
-script makes the same call, so functions, and tensors of this rank alone, need not be sent.
-"""
+"""Worker method that runs what this rank's own script has passed to `collective_rpc` (see `OwnCall`)."""
 
 
 class ScriptShard(Shard):

@@ -196,6 +196,19 @@ class TestDataParallel:
 
 
 @by_hand
+def test_replicas_of_a_mixture_of_experts(tiny_moe: Path, tmp_path: Path, reference: Reference) -> None:
+    ran = run(torchrun_command(2, ["mixture", str(tmp_path), str(tiny_moe), ""], module=MODULE), tmp_path)
+    assert_clean(ran, 2)
+    greedy = [answer.tokens for answer in reference.greedy(tiny_moe)]
+    for found in ran.found:
+        assert found["greedy"] == greedy
+        assert found["single"] == [greedy[1][:8]]
+        assert found["beams"] == 2
+        assert "VLLMValidationError" in found["too long"]
+    assert [found["own prompts"] for found in ran.found] == [greedy[:3], greedy[3:]]
+
+
+@by_hand
 def test_without_torchrun(launch: Launch, greedy: list[list[int]]) -> None:
     ran = launch("alone", 0)
     assert_clean(ran, 1)

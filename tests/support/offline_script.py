@@ -221,6 +221,24 @@ def data_parallel(out: Path, model: str, lora: str) -> Found:
     return found
 
 
+def mixture(out: Path, model: str, lora: str) -> Found:
+    """Two replicas of a mixture-of-experts model, which run it together, however uneven their work is."""
+    from vllm.sampling_params import BeamSearchParams
+
+    found: Found = {}
+    with LLM(model, tensor_parallel_size=1, data_parallel_size=2, **SMALL) as llm:
+        found["greedy"] = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        found["single"] = tokens(llm.generate(PROMPTS[1], SHORT, use_tqdm=False))
+        beams = llm.beam_search([{"prompt": PROMPTS[1]}], BeamSearchParams(beam_width=2, max_tokens=4))
+        found["beams"] = len(beams[0].sequences)
+        found["too long"] = error_of(lambda: llm.generate(["a", "a" * 2000], SHORT, use_tqdm=False))
+    external = {"distributed_executor_backend": "external_launcher"}
+    llm = LLM(model, tensor_parallel_size=1, data_parallel_size=2, **external, **SMALL)
+    mine = PROMPTS[:3] if RANK == 0 else PROMPTS[3:]
+    found["own prompts"] = tokens(llm.generate(mine, GREEDY, use_tqdm=False))
+    return found
+
+
 def alone(out: Path, model: str, lora: str) -> Found:
     """Without torchrun."""
     llm = LLM(model, **SMALL)
@@ -252,7 +270,16 @@ def pooled(llm: Any) -> Found:
 
 SCRIPTS = {
     one.__name__: one
-    for one in (stock, tensor_parallel, pipeline_parallel, data_parallel, alone, embed, stock_embed)
+    for one in (
+        stock,
+        tensor_parallel,
+        pipeline_parallel,
+        data_parallel,
+        mixture,
+        alone,
+        embed,
+        stock_embed,
+    )
 }
 
 if __name__ == "__main__":
