@@ -67,6 +67,7 @@ def load_plugins(args: argparse.Namespace) -> None:
 
 def open_engine(args: argparse.Namespace) -> AbstractAsyncContextManager[Any]:
     """vLLM's engine client for the command line, as an async context manager."""
+    from vllm.entrypoints.launchers import run_batch  # noqa: F401  now, not when all ranks are ready
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 
     client: AbstractAsyncContextManager[Any] = build_async_engine_client(args)
