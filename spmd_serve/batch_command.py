@@ -6,6 +6,7 @@ import os
 
 from spmd_serve.batch import BatchOptions, Launch, Prepared, finish_batch, prepare, run_batch_with_engine
 from spmd_serve.batch.fingerprint import answer_flags
+from spmd_serve.batch.outputs import take_stdout
 from spmd_serve.errors import ExitCode, SpmdError, UsageError
 from spmd_serve.flags import Early, host_name
 from spmd_serve.job import Job
@@ -23,6 +24,7 @@ def batch(early: Early) -> int:
             f"--lb {early.flags.lb} is about HTTP endpoints, and batch has none: leave it out (lines go to "
             "all replicas)"
         )
+    take_stdout()  # ranks share it, and one of them may write answers there
     fork_engines = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
     job = Job.enter(early.flags)
     with job.reported():

@@ -96,7 +96,7 @@ class StreamOutput:
     resumable = False
 
     def __init__(self, path: str, *, ordered: bool) -> None:
-        """For ``-``, take over standard output: what others print there now goes to standard error."""
+        """For ``-``, take over standard output, unless `take_stdout` has done so already."""
         self.name = "standard output" if path == STDIO else path
         self.done = LineSet()
         self.failed = 0
@@ -106,9 +106,8 @@ class StreamOutput:
         self._early: dict[int, asyncio.Future[None]] = {}
         self._lock = asyncio.Lock()
         if self._is_stdout:
-            sys.stdout.flush()
-            self._fd = os.dup(1)
-            os.dup2(2, 1)
+            self._gives_back = _stdout < 0
+            self._fd = take_stdout()
             return
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -154,14 +153,41 @@ class StreamOutput:
         """Nothing is left to do."""
 
     def close(self) -> None:
-        """Gives standard output back. May be called twice."""
+        """Gives standard output back, if it took it. May be called twice."""
         if self._fd < 0:
             return
         if self._is_stdout:
-            sys.stdout.flush()
-            os.dup2(self._fd, 1)
-        os.close(self._fd)
+            if self._gives_back:
+                give_stdout_back()
+        else:
+            os.close(self._fd)
         self._fd = -1
+
+
+_stdout = -1
+
+
+def take_stdout() -> int:
+    """Standard output as it was; what anybody prints there from now on goes to standard error.
+
+    Answers and the log lines of vLLM, which prints to standard output, must not mix: so every process that
+    shares a standard output calls this before it prints anything.
+    """
+    global _stdout
+    if _stdout < 0:
+        sys.stdout.flush()
+        _stdout = os.dup(1)
+        os.dup2(2, 1)
+    return _stdout
+
+
+def give_stdout_back() -> None:
+    """Undo `take_stdout`."""
+    global _stdout
+    sys.stdout.flush()
+    os.dup2(_stdout, 1)
+    os.close(_stdout)
+    _stdout = -1
 
 
 async def upload(path: str, url: str, say: Callable[[str], None]) -> None:
