@@ -124,7 +124,8 @@ def test_output_url(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 PROGRAM = """
-import asyncio, multiprocessing, sys
+import asyncio, atexit, multiprocessing, sys
+from spmd_serve.batch.outputs import take_stdout
 from spmd_serve.batch import BatchOptions, prepare, run_batch
 from tests.support.batch import backwards
 from spmd_serve.errors import SpmdError
@@ -137,6 +138,10 @@ def run(prepared):
         sys.exit(asyncio.run(run_batch(answer, options, prepared=prepared)))
     except SpmdError as problem:
         sys.exit(f"error: {problem}")
+if sys.argv[2] == "taken":
+    take_stdout()
+    print("noise of another part")
+    atexit.register(print, "noise after the end")
 prepared = prepare(options)
 if sys.argv[2] == "forked":
     child = multiprocessing.get_context("fork").Process(target=run, args=(prepared,))
@@ -147,7 +152,7 @@ run(prepared)
 """
 
 
-@pytest.mark.parametrize("process", ["own", "forked"])
+@pytest.mark.parametrize("process", ["own", "forked", "taken"])
 @pytest.mark.parametrize("order", ["ordered", "as finished"])
 def test_pipes(order: str, process: str) -> None:
     """Also when a forked child runs what its parent has prepared, as rank 0 does."""
@@ -164,7 +169,7 @@ def test_pipes(order: str, process: str) -> None:
     expected = [f"id-{number}" for number in range(1, 301)]
     assert sorted(ids, key=lambda name: int(name[3:])) == expected
     assert (ids == expected) == (order == "ordered")
-    assert done.stderr.count(b"noise") == 300
+    assert done.stderr.count(b"noise") == (302 if process == "taken" else 300)
 
 
 def test_a_pipe_whose_reader_is_gone() -> None:

@@ -1,6 +1,6 @@
 """What ranks are told when they do not make the same call."""
 
-from spmd_serve.offline.calls import Call, absence, disagreement
+from spmd_serve.offline.calls import Call, absence, disagreement, own_call
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 
@@ -74,3 +74,11 @@ def test_only_a_few_arguments_are_shown() -> None:
 def test_calls_travel_as_plain_values() -> None:
     call = generate(priority=1)
     assert Call.from_plain(call.to_plain()) == call
+
+
+def test_what_each_shard_runs_of_a_call() -> None:
+    assert own_call("collective_rpc", {"method": len, "args": ([1],)}) == (len, ([1],), {})
+    named = {"method": "x", "args": None, "kwargs": {"a": 1}}
+    assert own_call("collective_rpc", named) == ("x", (), {"a": 1})
+    assert own_call("apply_model", {"func": len}) == ("apply_model", (len,), {})
+    assert own_call("generate", {"prompts": "a"}) is None
