@@ -28,6 +28,22 @@ def test_a_method_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         seam.check()
 
 
+def test_what_the_drivers_process_calls_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.entrypoints.launchers.api_server import entry
+
+    from spmd_serve.engine import seam
+
+    seam.check_entry_points()
+
+    async def run_server_worker(address: str, args: Any) -> None: ...
+
+    monkeypatch.setattr(entry, "run_server_worker", run_server_worker)
+    with pytest.raises(
+        UsageError, match=r"entry\.run_server_worker no longer takes listen_address, sock, as"
+    ):
+        seam.check_entry_points()
+
+
 def test_a_parameter_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from spmd_serve.engine import seam
 

@@ -2,12 +2,15 @@
 
 Public extension points (``distributed_executor_backend=<class>``, ``additional_config``, endpoint
 plugins, the argument parsers) are used where they are needed. What is imported here is not promised
-by vLLM: `check()` (run by a test, and at start) says clearly what moved.
+by vLLM: `check()` (run by a test, and at start) says clearly what moved. So does `check_entry_points()` for
+the functions of vLLM's that `server/` and `batch/` call.
 """
 
+import importlib
 import inspect
 import multiprocessing
 import time
+from types import ModuleType
 from typing import Any
 
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
@@ -15,6 +18,7 @@ from vllm.v1.engine import async_llm, coordinator, utils
 from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.utils import APIServerProcessManager
+from vllm.version import __version__
 
 from spmd_serve.errors import UsageError
 
@@ -24,6 +28,7 @@ __all__ = [
     "MultiprocExecutor",
     "WorkerProc",
     "check",
+    "check_entry_points",
     "count_engines_from",
     "fork_engine_cores",
     "quieten",
@@ -73,23 +78,49 @@ _RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
 )
 
 
+# The same for what hosts the drivers: the functions behind `vllm serve` and `vllm run-batch`.
+_ENTRY_POINTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("vllm.entrypoints.cli.serve", "setup_server", ("args", "reuse_port")),
+    ("vllm.entrypoints.cli.serve", "APIServerProcessManager", ("target_server_fn",)),
+    ("vllm.entrypoints.cli.serve", "run_multi_api_server", ("args",)),
+    ("vllm.entrypoints.launchers.api_server.entry", "run_server_worker", ("listen_address", "sock", "args")),
+    ("vllm.entrypoints.launchers.api_server.entry", "build_async_engine_client", ("args",)),
+    ("vllm.entrypoints.launchers.launcher", "set_ulimit", ()),
+    ("vllm.entrypoints.launchers.launcher", "validate_api_server_args", ("args",)),
+    ("vllm.v1.utils", "run_api_server_worker_proc", ("listen_address", "sock", "args", "client_config")),
+    ("vllm.entrypoints.launchers.run_batch", "State", ()),
+    ("vllm.entrypoints.launchers.run_batch", "BatchRequestInput", ()),
+    ("vllm.entrypoints.launchers.run_batch", "BatchProgressTracker", ()),
+    ("vllm.entrypoints.launchers.run_batch", "build_endpoint_registry", ("engine_client", "args")),
+    ("vllm.entrypoints.launchers.run_batch", "handle_endpoint_request", ("request", "tracker")),
+)
+
+
 def check() -> None:
     """Raise UsageError naming the first internal that is not as it was in vLLM 0.32."""
-    from vllm.version import __version__
-
     for owner, name, parameters in _RELIED_ON:
-        member = getattr(owner, name, None)
-        if member is None:
-            raise UsageError(
-                f"vLLM {__version__} has no {owner.__name__}.{name}: spmd_serve leans on that of "
-                f"vLLM {WRITTEN_FOR}; install vllm{'>=0.32,<0.33'!s}"
-            )
-        missing = set(parameters) - set(inspect.signature(member).parameters)
-        if missing:
-            raise UsageError(
-                f"vLLM {__version__}: {owner.__name__}.{name} no longer takes {', '.join(sorted(missing))}, "
-                f"as it did in vLLM {WRITTEN_FOR}; install vllm>=0.32,<0.33"
-            )
+        _require(owner, name, parameters)
+
+
+def check_entry_points() -> None:
+    """The same for what the process that hosts the drivers calls; imports vLLM's web part."""
+    for module, name, parameters in _ENTRY_POINTS:
+        _require(importlib.import_module(module), name, parameters)
+
+
+def _require(owner: type | ModuleType, name: str, parameters: tuple[str, ...]) -> None:
+    member = getattr(owner, name, None)
+    if member is None:
+        raise UsageError(
+            f"vLLM {__version__} has no {owner.__name__}.{name}: spmd_serve leans on that of "
+            f"vLLM {WRITTEN_FOR}; install vllm>=0.32,<0.33"
+        )
+    missing = set(parameters) - set(inspect.signature(member).parameters) if parameters else None
+    if missing:
+        raise UsageError(
+            f"vLLM {__version__}: {owner.__name__}.{name} no longer takes {', '.join(sorted(missing))}, "
+            f"as it did in vLLM {WRITTEN_FOR}; install vllm>=0.32,<0.33"
+        )
 
 
 def fork_engine_cores() -> None:
