@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import netns, processes, stock
 from tests.support.models import make_lora, make_model
+from tests.support.waiting import Note
 
 PR_SET_CHILD_SUBREAPER = 36
 LEFT_OVER_DEADLINE_S = 10.0
@@ -28,6 +29,17 @@ def no_process_is_left() -> Iterator[None]:
     new = [process for process in processes.descendants(os.getpid()) if process not in before]
     left = [process for process in new if "multiprocessing.resource_tracker" not in process.command]
     processes.assert_gone(left, LEFT_OVER_DEADLINE_S)
+
+
+@pytest.fixture
+def note(capsys: pytest.CaptureFixture[str]) -> Note:
+    """Prints a line past pytest's capture."""
+
+    def write(line: str) -> None:
+        with capsys.disabled():
+            print(f"\n  {line}", end="", flush=True)
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -15,23 +15,11 @@ from tests.support.netns import Hosts
 from tests.support.processes import descendants
 from tests.support.recovery import LightJob, Round, light_job
 from tests.support.server import Server
-from tests.support.waiting import wait_until
+from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 GONE_S = 10.0
-Note = Callable[[str], None]
-
-
-@pytest.fixture
-def note(capsys: pytest.CaptureFixture[str]) -> Note:
-    """Prints a line past pytest's capture."""
-
-    def write(line: str) -> None:
-        with capsys.disabled():
-            print(f"\n  {line}", end="", flush=True)
-
-    return write
 
 
 def api_server(agent: int) -> int:

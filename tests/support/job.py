@@ -20,6 +20,8 @@ from tests.support.torchrun import Rendezvous, plain_environ, torchrun_command
 ROOT = Path(__file__).parents[2]
 HTTP_PORT, MEETING_PORT = 8000, 29500  # on simulated hosts, where every port is free
 READY = "^spmd_serve: ready after"
+UNSHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it no node can join later: torchrun (2.13) tells its store's address in the first round only."""
 
 
 def job_environ(**more: str) -> dict[str, str]:
@@ -145,19 +147,19 @@ def hosts_job(
     max_restarts: int = 0,
     nnodes: str | None = None,
     backend: str = "c10d",
-    meeting_at: str | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> HostsJob:
     """The same torchrun line on every host, meeting at the first one.
 
     only: flags for single hosts; modules: what runs there instead of spmd_serve; prefix: a command that runs
     torchrun there; head: the host that will serve (the flags must say so).  nnodes: torchrun's, as 1:4
-    (default: all hosts).  meeting_at: "host:port" of a rendezvous elsewhere, such as an etcd.
+    (default: all hosts).
     """
     first = hosts.names[0]
     servers = {}
     for number, host in enumerate(hosts.names):
         meeting = Rendezvous(
-            meeting_at or f"{hosts.address(first)}:{MEETING_PORT}",
+            f"{hosts.address(first)}:{MEETING_PORT}",
             backend=backend,
             nnodes=nnodes or str(len(hosts.names)),
             node_rank=number if backend == "static" else None,
@@ -176,7 +178,7 @@ def hosts_job(
         servers[host] = Server(
             hosts.command(host, [*(prefix or {}).get(host, ()), *command]),
             log / host,
-            environ=job_environ(),
+            environ=job_environ(**(environ or {})),
             ready_line=READY if host == (head or first) else None,
         )
     return HostsJob(hosts, servers, head or first)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.support.faults import rank_processes
 from tests.support.footprint import Footprint
-from tests.support.job import HTTP_PORT, MEETING_PORT, job_environ
+from tests.support.job import HTTP_PORT, MEETING_PORT, UNSHARED, job_environ
 from tests.support.netns import Hosts
 from tests.support.ports import free_port
 from tests.support.server import Server
@@ -21,8 +21,6 @@ from tests.support.waiting import wait_until
 MODULE = "tests.support.light_job"
 SERVE_S = 90.0
 ASK_S = 2.0
-UNSHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Without it no node can join later: torchrun (2.13) tells its store's address in the first round only."""
 
 Round = dict[str, Any]
 """What a light job answers: its generation, dp, hosts, and the pids of its ranks."""

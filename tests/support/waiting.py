@@ -8,6 +8,9 @@ T = TypeVar("T")
 
 POLL_S = 0.05
 
+Note = Callable[[str], None]
+"""Prints what a test has seen, past pytest's capture."""
+
 
 class DeadlineError(AssertionError):
     """What was waited for did not happen in time."""
