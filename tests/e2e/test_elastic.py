@@ -13,13 +13,8 @@ from tests.support.stock import PROMPTS
 from tests.support.waiting import Note, wait_until
 
 # Three starts of an engine or more; test_recovery.py does the same without a model.
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
-    pytest.mark.netns,
-    pytest.mark.by_hand,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.netns, pytest.mark.by_hand]
+pytestmark += [pytest.mark.timeout(900)]
 
 SERVE_S = 200.0
 

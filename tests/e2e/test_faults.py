@@ -48,9 +48,7 @@ def test_a_slow_rank_lives_and_a_hung_one_writes_every_ranks_stack(
         assert job.server.wait_exit(5.0) not in (0, -signal.SIGKILL)
         client.join(10.0)
     text = job.server.text()
-    assert re.search(
-        r"rank 1 \(pid \d+, host \S+\) hung: step \d+ has made no progress for 1\d", job.summary()
-    )
+    assert re.search(r"rank 1 \(pid \d+, host \S+\) hung: step \d+ has made no progress", job.summary())
     asked = re.search(r"^spmd_serve watcher: asking (.*) for stacks$", text, re.MULTILINE)
     assert asked is not None and "rank 0" in asked[1] and "rank 1" in asked[1]
     assert "in be_slow" in text and text.count("most recent call first") >= 2
@@ -110,9 +108,8 @@ def test_a_cut_link_under_a_pipeline(
                 wait_until(lambda: job.endpoint.steps()[1] > before[1] + 20, 30.0, "steps of rank 1")
         hosts.cut("node1")
         gone = footprint.seconds_to_end(90.0)
-        note(
-            f"link cut, --rank-timeout 4, {'busy' if busy else 'idle'}: the last process is gone after {gone:.1f} s"
-        )
+        how = "busy" if busy else "idle"
+        note(f"link cut, --rank-timeout 4, {how}: the last process is gone after {gone:.1f} s")
         if busy:
             client.join(10.0)
         text = job.servers["node0"].text()
