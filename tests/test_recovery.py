@@ -20,6 +20,7 @@ from tests.support.waiting import Note, wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 GONE_S = 10.0
+by_hand = pytest.mark.by_hand  # so that the usual run takes two minutes; what it leaves out is much alike
 
 
 def api_server(agent: int) -> int:
@@ -69,7 +70,7 @@ def test_five_deaths_of_five_processes_on_one_agent(tmp_path: Path, note: Note) 
         assert cause in text
 
 
-@pytest.mark.parametrize("backend", ["c10d", "static"])
+@pytest.mark.parametrize("backend", [pytest.param("c10d", marks=by_hand), "static"])
 def test_two_agents_restart(tmp_path: Path, note: Note, backend: str) -> None:
     """With static rendezvous each agent restarts its own ranks, and knows nothing of the other."""
     with light_job(
@@ -81,7 +82,7 @@ def test_two_agents_restart(tmp_path: Path, note: Note, backend: str) -> None:
             now = recovers(job, now, f"{backend}: {rank}", lambda: kill_nine(now["pids"][rank]), note)  # noqa: B023
 
 
-@pytest.mark.parametrize("shared_store", [True, False])
+@pytest.mark.parametrize("shared_store", [True, pytest.param(False, marks=by_hand)])
 def test_a_kill_during_the_restart_after_another(tmp_path: Path, note: Note, shared_store: bool) -> None:
     flags = ("-tp=1", "-pp=2")
     with light_job(tmp_path, *flags, agents=2, max_restarts=4, shared_store=shared_store) as job:
@@ -118,6 +119,25 @@ def test_a_cut_link_ends_the_job_on_both_sides_and_it_comes_back(
             assert now["dp"] == 2
 
 
+@by_hand
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_a_killed_agent_is_started_again(tmp_path: Path, note: Note, backend: str) -> None:
+    """By whoever looks after its machine: the same command, and the job that waits for it goes on."""
+    with light_job(tmp_path, "-tp=1", "-pp=2", agents=2, backend=backend, max_restarts=3) as job:
+        job.start()
+        now = job.served()
+        # c10d numbers agents as it likes: the one that must live is the one that serves torchrun's store.
+        other = job.servers[1]
+
+        def replace_agent() -> None:
+            kill_nine(other.pid)
+            assert other.wait_exit(1.0) == -signal.SIGKILL
+            other.start()
+
+        recovers(job, now, f"{backend}: an agent killed and started again", replace_agent, note)
+
+
+@by_hand
 def test_an_agent_that_dies_takes_its_ranks_along_and_the_others_go_on(tmp_path: Path, note: Note) -> None:
     with light_job(tmp_path, "-tp=1", "-dp=auto", agents=2, nnodes="1:2", max_restarts=3) as job:
         job.start()
@@ -147,6 +167,7 @@ def test_a_node_joins_and_leaves(tmp_path: Path, note: Note) -> None:
     )
 
 
+@by_hand
 def test_a_world_that_makes_no_replica_waits_for_a_node(tmp_path: Path, note: Note) -> None:
     with light_job(tmp_path, "-tp=1", "-pp=3", "-dp=auto", agents=3, nnodes="1:3", max_restarts=3) as job:
         job.start(0, 1)
@@ -179,6 +200,7 @@ def etcd(tmp_path: Path) -> Iterator[tuple[Server, str]]:
         yield server
 
 
+@by_hand
 @pytest.mark.etcd
 @pytest.mark.parametrize("backend", ["etcd-v2", "etcd"])
 def test_two_agents_restart_with_etcd(
@@ -192,6 +214,7 @@ def test_two_agents_restart_with_etcd(
             now = recovers(job, now, f"{backend}: {rank}", lambda: kill_nine(now["pids"][rank]), note)  # noqa: B023
 
 
+@by_hand
 @pytest.mark.etcd
 def test_a_stopped_etcd_does_not_disturb_a_running_job(
     etcd: tuple[Server, str], tmp_path: Path, note: Note
