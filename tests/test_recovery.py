@@ -126,7 +126,6 @@ def test_a_killed_agent_is_started_again(tmp_path: Path, note: Note, backend: st
     with light_job(tmp_path, "-tp=1", "-pp=2", agents=2, backend=backend, max_restarts=3) as job:
         job.start()
         now = job.served()
-        # c10d numbers agents as it likes: the one that must live is the one that serves torchrun's store.
         other = job.servers[1]
 
         def replace_agent() -> None:

@@ -104,6 +104,8 @@ def light_job(
             nnodes=nnodes or str(len(names)),
             node_rank=number if backend == "static" else None,
             local_addr=address,
+            # All agents here have the endpoint's address: the first one is to serve torchrun's store.
+            is_host=number == 0 if backend == "c10d" and hosts is None else None,
         )
         arguments = [f"--port={port}", *flags]
         command = torchrun_command(
