@@ -57,7 +57,7 @@ class Round:
         return ChannelSpec("control", members, "benchmark", depth=self.depth, frame_bytes=self.frame_bytes)
 
 
-Send = Callable[[Any], None]
+Send = Callable[[Any], object]
 Receive = Callable[[], Any]
 
 

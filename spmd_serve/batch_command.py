@@ -11,6 +11,7 @@ from spmd_serve.errors import ExitCode, SpmdError, UsageError
 from spmd_serve.flags import Early, host_name
 from spmd_serve.job import Job
 from spmd_serve.liveness.proc import started_ticks
+from spmd_serve.probe_port import open_probes
 from spmd_serve.report import report
 from spmd_serve.serve import agree, control_spec, end, engine_config, print_table, run_shard, start_child
 
@@ -28,6 +29,7 @@ def batch(early: Early) -> int:
     fork_engines = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
     job = Job.enter(early.flags)
     with job.reported():
+        open_probes(job)
         args, layout = agree(job, early, BatchOptions.add_to)
         options = BatchOptions.from_namespace(args)
         prepared = open_files(job, args, options)

@@ -92,6 +92,13 @@ class DriverChild:
         return self.process.exitcode
 
 
+def how_ended(name: str, code: int) -> str:
+    """The words for a child that failed with an exit code, or by minus a signal's number."""
+    if code < 0:
+        return f"the {name} was killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"the {name} ended with exit code {code}: see its log above"
+
+
 def _run(name: str, body: Callable[[], int], spec: ControlSpec, fork_engines: bool) -> None:
     # A session of its own: a signal to the job's process group reaches it only through rank 0, which
     # decides whether that means drain.

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_serve import cores, elastic, log, network
 from spmd_serve.control import ControlSpec
-from spmd_serve.driver_child import DriverChild
+from spmd_serve.driver_child import DriverChild, how_ended
 from spmd_serve.errors import ExitCode, PeerLost, UsageError
 from spmd_serve.flags import Early, host_name
 from spmd_serve.identity import DIRECTORY, NO_WEIGHTS
 from spmd_serve.job import LAST_WORDS_S, Job
 from spmd_serve.load_balancing import Endpoint, check_spread, check_uds, endpoints, ports
+from spmd_serve.probe_port import open_probes
 from spmd_serve.spinning import is_autogrouped, who_spins
 from spmd_serve.topology import Layout, spans
 
@@ -44,6 +44,7 @@ def serve(early: Early) -> int:
     fork_engines = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
     job = Job.enter(early.flags)
     with job.reported():
+        open_probes(job)
         # One for all is opened at once: the sizes, on which others depend, cost an import of vLLM.
         door = open_door(job, early, (ONE_FOR_ALL,)) if early.flags.lb == "internal" else None
         args, layout = agree(job, early)
@@ -224,6 +225,7 @@ def start_api(
 
     def ready() -> None:
         seconds = time.monotonic() - started
+        job.says_that_it_serves()
         log.say(f"spmd_serve: ready after {seconds:.0f} s: {url}{behind}")
 
     child.poll_until(door.answers, ready)
@@ -297,13 +299,6 @@ def _child_ended(job: Job, name: str, code: int) -> None:
         job.announce_end()
     else:
         job.link.failed(how_ended(name, code))
-
-
-def how_ended(name: str, code: int) -> str:
-    """The words for a child that failed with an exit code, or by minus a signal's number."""
-    if code < 0:
-        return f"the {name} was killed by signal {-code} ({signal.Signals(-code).name})"
-    return f"the {name} ended with exit code {code}: see its log above"
 
 
 def run_shard(job: Job, config: Any, spec: ControlSpec) -> None:

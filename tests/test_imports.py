@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("rendezvous", "channel."),
     ("engine.",),
-    ("job", "driver_child", "server.", "batch."),
+    ("job", "driver_child", "probe_port", "server.", "batch."),
     ("serve", "batch_command", "offline."),
     ("main", "__main__", ""),
 )

@@ -62,13 +62,15 @@ class BroadcastOutbox:
     def wait_until_ready(self) -> None:
         """Nothing to wait for: the group exists only once all members have joined."""
 
-    def enqueue(self, obj: object, timeout: float | None = None) -> None:
-        """Send `obj` to all members.
+    def enqueue(self, obj: object, timeout: float | None = None) -> int:
+        """Send `obj` to all members; returns its bytes, counted once.
 
         Returns when the broadcast is under way. RefusedClass and MessageTooLong leave the channel as it was;
         PeerSilent after `timeout` seconds of `depth` frames not taken; PeerLost when a member is gone.
         """
-        self._send(Kind.MESSAGE, codec.encode_parts(obj), timeout)
+        parts = codec.encode_parts(obj)
+        self._send(Kind.MESSAGE, parts, timeout)
+        return sum(map(len, parts))
 
     def enqueue_encoded(self, payload: Buffer, timeout: float | None = None) -> None:
         """Send what codec.encode has made already."""

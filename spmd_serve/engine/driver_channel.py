@@ -25,6 +25,7 @@ from spmd_serve.engine.rank_channel import (
     ring_key,
 )
 from spmd_serve.engine.ring import RingInbox, RingOutbox
+from spmd_serve.liveness import BoardSlot, NullSlot
 from spmd_serve.rendezvous import connect_store, get_json, put_json, wait_keys
 from spmd_serve.topology import RankInfo
 
@@ -36,18 +37,25 @@ _STOP_S = 5.0
 class DriverOutbox:
     """Sends every message to all ranks of the replica, whatever way they are reached."""
 
-    def __init__(self, ways: list[Any]) -> None:
-        """`ways`: outboxes; the slower first, so that all ranks have a message at nearly the same time."""
+    def __init__(self, ways: list[Any], slot: BoardSlot | NullSlot) -> None:
+        """`ways`: outboxes; the slower first, so that all ranks have a message at nearly the same time.
+
+        `slot`: where messages are counted.
+        """
         self._ways = ways
+        self._slot = slot
         self._lock = threading.Lock()
         self.sent_at = time.monotonic()
 
     def enqueue(self, obj: object, timeout: float | None = None) -> None:
         """Send (method, args, kwargs, output_rank); TimeoutError if a rank takes nothing in `timeout` s."""
+        begun = time.monotonic()
+        network_bytes = 0
         with self._lock:
             for way in self._ways:
-                way.enqueue(obj, timeout)
+                network_bytes += way.enqueue(obj, timeout) or 0
         self.sent_at = time.monotonic()
+        self._slot.sent(network_bytes, self.sent_at - begun)
 
     def heartbeat(self) -> None:
         """A sign of life to every rank."""
@@ -73,13 +81,16 @@ class DriverOutbox:
 class DriverChannel:
     """Opens both directions; afterwards `outbox` and `replies` stand in for vLLM's message queues."""
 
-    def __init__(self, spec: ControlSpec, replica: int, own: OwnLine | None = None) -> None:
-        """`own`: the way to the replica's first rank, when that is in this process."""
+    def __init__(
+        self, spec: ControlSpec, replica: int, slot: BoardSlot | NullSlot, own: OwnLine | None = None
+    ) -> None:
+        """`slot`: where messages are counted; `own`: the way to the replica's first rank in this process."""
         for name in spec.allow_classes:
             codec.allow_class(name)
         self._spec = spec
         self._replica = replica
         self._own = own
+        self._slot = slot
         self._plan = channel_plan(spec, replica)
         self._ended = threading.Event()
         self.threads: list[threading.Thread] = []
@@ -133,7 +144,7 @@ class DriverChannel:
             bells = [replies[rank] for rank in plan.members]
             ways.append(BellOutbox(ring, bells) if spec.backend == "nccl" and bells else ring)
             ring.wait_until_ready()
-        self.outbox = DriverOutbox(ways)
+        self.outbox = DriverOutbox(ways, self._slot)
         self.replies = [replies[rank] for rank in ranks]
         for rank in plan.ring:
             replies[rank].wait_until_ready()

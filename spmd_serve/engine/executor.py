@@ -67,7 +67,7 @@ class TorchrunExecutor(MultiprocExecutor):
     def _open_channel(self) -> tuple[Any, DriverChannel]:
         """The line to this host's watcher, and the ways to all ranks once these are loaded."""
         watch = DriverWatch.open(self._spec, self._replica, on_failure=self._fail)
-        channel = DriverChannel(self._spec, self._replica)
+        channel = DriverChannel(self._spec, self._replica, watch.link.slot)
         channel.open()
         return watch, channel
 

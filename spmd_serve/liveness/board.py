@@ -10,7 +10,7 @@ StateName = Literal["starting", "loading", "ready", "stepping", "draining"]
 STATES: tuple[StateName, ...] = get_args(StateName)
 _CODES = {name: code for code, name in enumerate(STATES)}
 
-SLOT_BYTES = 64
+SLOT_BYTES = 128
 SLOTS = 256
 BOARD_BYTES = SLOT_BYTES * SLOTS
 
@@ -18,11 +18,17 @@ BOARD_BYTES = SLOT_BYTES * SLOTS
 # is not, so the watcher never concludes anything from two fields of one single look.
 _STARTED, _DONE, _STATE = 0, 1, 2
 _STARTED_AT, _DONE_AT, _TURNED_AT = 3, 4, 5
+_BUSY_S = 6
+_SENT, _SENT_BYTES, _SEND_S = 7, 8, 9
 _WORDS = SLOT_BYTES // 8
 
 
 class SlotReading(NamedTuple):
-    """One look at a slot; times are CLOCK_MONOTONIC seconds of this host, 0.0 for never."""
+    """One look at a slot; times are CLOCK_MONOTONIC seconds of this host, 0.0 for never.
+
+    busy_s: seconds in finished steps.  sent, sent_bytes, send_s: a driver's messages, their bytes over the
+    network, and the seconds that sending them took.
+    """
 
     started: int
     done: int
@@ -30,6 +36,10 @@ class SlotReading(NamedTuple):
     started_at: float
     done_at: float
     turned_at: float
+    busy_s: float = 0.0
+    sent: int = 0
+    sent_bytes: int = 0
+    send_s: float = 0.0
 
     @property
     def last_sign(self) -> float:
@@ -74,6 +84,10 @@ class Board:
             self._floats[at + _STARTED_AT],
             self._floats[at + _DONE_AT],
             self._floats[at + _TURNED_AT],
+            self._floats[at + _BUSY_S],
+            self._integers[at + _SENT],
+            self._integers[at + _SENT_BYTES],
+            self._floats[at + _SEND_S],
         )
 
 
@@ -93,8 +107,16 @@ class BoardSlot:
 
     def step_end(self) -> None:
         """The oldest step in flight is done."""
-        self._floats[_DONE_AT] = time.monotonic()
+        now = time.monotonic()
+        self._floats[_BUSY_S] += now - self._floats[_STARTED_AT]
+        self._floats[_DONE_AT] = now
         self._integers[_DONE] += 1
+
+    def sent(self, network_bytes: int, seconds: float) -> None:
+        """A driver has sent a message to its ranks, in so many seconds."""
+        self._integers[_SENT] += 1
+        self._integers[_SENT_BYTES] += network_bytes
+        self._floats[_SEND_S] += seconds
 
     def turn(self) -> None:
         """The loop has turned: a message or a heartbeat has come."""
@@ -119,6 +141,9 @@ class NullSlot:
         """Nothing."""
 
     def step_end(self) -> None:
+        """Nothing."""
+
+    def sent(self, network_bytes: int, seconds: float) -> None:
         """Nothing."""
 
     def turn(self) -> None:

@@ -105,6 +105,10 @@ class Jury:
         """Whether a member or a whole host is gone, or has said that it fails: no drain mends that."""
         return any(accusation.weight in _FINAL for accusation, _, _ in self._heard.values())
 
+    def waited(self, key: str, now: float) -> float:
+        """Seconds since an accusation was heard."""
+        return now - self._heard[key][1]
+
     def due(self) -> float | None:
         """When `verdict` will have an answer; None while nothing was heard."""
         return min((due for _, _, due in self._heard.values()), default=None)

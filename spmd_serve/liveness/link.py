@@ -133,6 +133,14 @@ class WatcherLink:
         """
         return int(self._ask({"t": "listen", "address": address}, _REQUEST_S)["port"])
 
+    def open_probe(self, port: int) -> int:
+        """Have the watcher answer probes at this port (0: any free one); returns it. Raises SpmdError."""
+        return int(self._ask({"t": "probe", "port": port}, _REQUEST_S)["port"])
+
+    def serving(self, part: int, of: int, history: Message) -> None:
+        """Endpoint `part` of `of` takes requests from now on. `history`: see `rendezvous.failures_before`."""
+        self._send({"t": "serving", "part": part, "of": of, "history": history})
+
     def configure(self, config: WatchConfig) -> None:
         """By local rank 0 after the rendezvous: who belongs to the job, and its limits. Raises SpmdError."""
         self._ask({"t": "configure", "config": config.to_json()}, _REQUEST_S)

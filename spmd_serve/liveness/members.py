@@ -144,7 +144,21 @@ class Members:
             "in_flight_s": round(now - reading.started_at, 3) if reading and in_flight else None,
             "age_s": round(now - reading.last_sign, 3) if reading and reading.last_sign else None,
             "cpu_s": member.look.cpu_s if member.look else None,
+            "busy_s": round(reading.busy_s, 3) if reading else None,
+            "sent": reading.sent if reading else None,
+            "sent_bytes": reading.sent_bytes if reading else None,
+            "send_s": round(reading.send_s, 6) if reading else None,
         }
+
+    def troubles(self) -> list[Message]:
+        """The ranks of this host that are gone, stopped, stuck or idle for too long."""
+        found: list[Message] = []
+        for member in self.all:
+            trouble = member.progress.trouble(self._court.limits, self._court.now)
+            what = "gone" if not member.alive else trouble[0] if trouble is not None else None
+            if member.hello.kind == "rank" and what is not None and not self._court.over:
+                found.append({"rank": member.hello.rank, "pid": member.pid, "trouble": what})
+        return found
 
     # Arrivals.
 

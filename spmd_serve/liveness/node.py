@@ -12,6 +12,7 @@ from spmd_serve.liveness.head import HELLO_BYTES
 from spmd_serve.liveness.judge import Accusation, Weight
 from spmd_serve.liveness.loop import Conn, Loop, log
 from spmd_serve.liveness.records import Message, Verdict, WatchConfig
+from spmd_serve.liveness.serving import Serving
 from spmd_serve.liveness.wire import BadLine, Seal, unpack
 
 _CONNECT_S = 3.0
@@ -30,6 +31,8 @@ class NodeCourt(Protocol):
     def pronounce(self, verdict: Verdict) -> None: ...
     def ask_for_stacks(self) -> None: ...
     def request_drain(self, reason: str) -> None: ...
+    @property
+    def serving(self) -> Serving: ...
     def ended(self) -> None: ...
 
 
@@ -164,6 +167,8 @@ class Uplink:
             self._court.pronounce(Verdict.from_json(message["verdict"]))
         elif kind == "stacks":
             self._court.ask_for_stacks()
+        elif kind == "all-serve":
+            self._court.serving.hear_all(message)
         elif kind == "drain":
             self._court.request_drain(str(message["reason"]))
         elif kind in ("end", "bye"):

@@ -87,8 +87,8 @@ class Verdict:
     """The first cause of this job's end.
 
     cause: one sentence that names who, where and what.  rank: global rank, None when it was no rank.
-    detected_at: wall clock (Unix seconds).  detect_s: seconds since the last sign of life, where that is
-    known.
+    detected_at: wall clock (Unix seconds).  detect_s: seconds from the death, or the last sign of life, to
+    the verdict, where that is known.
     """
 
     cause: str

@@ -40,7 +40,9 @@ def build(watcher: "Watcher") -> Message:
             for number, (table, silent_s) in sorted(tables.items())
             for row in table
         ],
-        "draining": watcher.draining,
+        "serving": watcher.serving.all,
+        "history": watcher.serving.history,
+        "draining": watcher.drain.reason,
         "ended": watcher.has_ended,
         "verdict": watcher.verdict.to_json() if watcher.verdict is not None else None,
     }

@@ -5,15 +5,17 @@ import time
 from collections.abc import Callable
 
 from spmd_serve.liveness import view
+from spmd_serve.liveness.drain import Drain
 from spmd_serve.liveness.family import Family
-from spmd_serve.liveness.followers import Followers
 from spmd_serve.liveness.head import Head
 from spmd_serve.liveness.judge import Accusation, Jury, LivedClock, Weight
 from spmd_serve.liveness.loop import Loop, log
 from spmd_serve.liveness.members import Member, Members
 from spmd_serve.liveness.node import Uplink
+from spmd_serve.liveness.probe import Probe
 from spmd_serve.liveness.progress import Limits
 from spmd_serve.liveness.records import Message, Verdict, WatchConfig
+from spmd_serve.liveness.serving import Serving
 
 _POLL_S = 0.5
 _BEAT_S = 1.0
@@ -44,11 +46,13 @@ class Watcher:
         self.restarts = restarts
         self.verdict: Verdict | None = None
         self.has_ended = False
-        self.draining: str | None = None
+        self.drain = Drain(self)
+        self.followers = self.drain.followers
+        self.serving = Serving()
+        self.probe: Probe | None = None
         self.head: Head | None = None
         self.uplink: Uplink | None = None
         self.members = Members(self, self.loop, listener)
-        self.followers = Followers(self._tell_drain)
         self._jury = Jury()
         self._grace_s = grace_s
         self._kill_at: float | None = None
@@ -80,12 +84,14 @@ class Watcher:
             if self.now >= self._next_beat:
                 self._next_beat = self.now + self._beat_s
                 self.members.beat()
+                if self.probe is not None:
+                    self.probe.tick()
                 if self.head is not None:
                     self.head.tick()
                 if self.uplink is not None:
                     self.uplink.tick(self.members.table())
             self._judge()
-            self._tell_drain()
+            self.drain.go_on()
             if self._may_leave():
                 return
 
@@ -144,7 +150,8 @@ class Watcher:
             self.members.kill()
 
     def _pronounce(self, first: Accusation) -> None:
-        self.pronounce(Verdict(first.cause, first.rank, first.host, time.time(), first.age_s))
+        detect_s = round((first.age_s or 0.0) + self._jury.waited(first.key, self.now), 3)
+        self.pronounce(Verdict(first.cause, first.rank, first.host, time.time(), detect_s))
 
     def pronounce(self, verdict: Verdict) -> None:
         """Once: tell everybody, and end whoever does not end by itself."""
@@ -168,11 +175,15 @@ class Watcher:
         elif kind == "configure":
             member.tell(reply | self._configure(WatchConfig.from_json(message["config"])))
         elif kind == "identify":
-            self._tell_drain()
+            self.drain.go_on()
         elif kind == "drain":
             self.request_drain(str(message["reason"]))
         elif kind == "end":
             self.end(lambda: member.tell(reply), int(message["part"]), int(message["of"]))
+        elif kind == "serving":
+            self.serves(message)
+        elif kind == "probe":
+            member.tell(reply | self._open_probe(int(message["port"])))
         elif kind == "view":
             member.tell(reply | {"view": self.view()})
 
@@ -182,6 +193,13 @@ class Watcher:
         except OSError as problem:
             return {"error": f"the watcher can't listen at {address}: {problem.strerror}"}
         return {"port": self.head.port}
+
+    def _open_probe(self, port: int) -> Message:
+        try:
+            self.probe = self.probe or Probe(self, self.loop, port)
+        except OSError as problem:
+            return {"error": problem.strerror or str(problem)}
+        return {"port": self.probe.port}
 
     def _configure(self, config: WatchConfig) -> Message:
         if self.config is not None:
@@ -222,8 +240,8 @@ class Watcher:
 
     def news(self) -> list[Message]:
         """What a newly connected host or follower must know."""
-        drain: Message = {"t": "drain", "reason": self.draining}
-        return self._outcome() or ([drain] if self.draining is not None else [])
+        serving = [self.serving.news()] if self.serving.all else []
+        return self._outcome() or self.drain.news() or serving
 
     def _outcome(self) -> list[Message]:
         if self.verdict is not None:
@@ -235,39 +253,25 @@ class Watcher:
         assert self.uplink is not None
         for accusation in self._jury.heard:
             self.uplink.tell({"t": "accuse", "accusation": accusation.to_json()})
-        if self.draining is not None:
-            self.uplink.tell({"t": "drain", "reason": self.draining})
+        for message in self.drain.news():
+            self.uplink.tell(message)
 
-    # Drain and normal end.
+    # Serving, drain and normal end.
+
+    def serves(self, message: Message) -> None:
+        """An endpoint takes requests."""
+        if self.uplink is not None:
+            self.uplink.tell(message)
+        elif self.serving.hear(message) and self.head is not None:
+            self.head.broadcast(self.serving.news())
 
     def request_drain(self, reason: str) -> None:
-        """Somebody wants the job to finish what it does and end: new requests are refused on all hosts.
+        """Somebody wants the job to finish what it does and end.
 
         torchrun asks for it too when one of its ranks has died: then the job has failed, and says so soon.
         """
-        if self.draining is not None or self._jury.has_death:
-            return
-        self.draining = reason
-        message = {"t": "drain", "reason": reason}
-        self.followers.drain(message, self.now)
-        if self.uplink is not None:
-            self.uplink.tell(message)
-        if self.head is not None:
-            self.head.broadcast(message)
-        self._tell_drain()
-
-    def _tell_drain(self) -> None:
-        """Once nothing runs here any more, tell the ranks of this host that have a number and do not know.
-
-        Before the ranks have met none has one: all are told then, as there is nothing to finish.
-        """
-        if self.draining is None or not self.followers.drained(self.now):
-            return
-        for member in self.members.alive:
-            has_place = member.hello.rank is not None or self.config is None
-            if member.hello.kind == "rank" and has_place and not member.drains:
-                member.drains = True
-                member.tell({"t": "drain", "reason": self.draining})
+        if not self._jury.has_death:
+            self.drain.request(reason)
 
     def end(self, then: Callable[[], None], part: int = 0, of: int = 1) -> None:
         """Part `part` of `of` has ended normally; `then` is called when all have, and all hosts know."""
@@ -306,6 +310,10 @@ class Watcher:
     def view(self) -> Message:
         """The job as this watcher sees it."""
         return view.build(self)
+
+    def troubles(self) -> list[Message]:
+        """See `Members.troubles`."""
+        return self.members.troubles()
 
     def _may_leave(self) -> bool:
         if self.members.alive or self._family.parent_may_join:

@@ -10,6 +10,7 @@ from spmd_serve.channel.local import OwnLine
 from spmd_serve.control import ControlSpec
 from spmd_serve.engine.driver_channel import DriverChannel
 from spmd_serve.engine.executor import TorchrunExecutor
+from spmd_serve.liveness import NullSlot
 from spmd_serve.offline.shard_thread import ShardThread
 
 
@@ -100,7 +101,7 @@ class ScriptExecutor(TorchrunExecutor):
         return self.seat.spec, self.seat.replica
 
     def _open_channel(self) -> tuple[Any, DriverChannel]:
-        channel = DriverChannel(self.seat.spec, self.seat.replica, self.seat.own)
+        channel = DriverChannel(self.seat.spec, self.seat.replica, NullSlot(), self.seat.own)
         channel.open()
         return None, channel  # the rank's own line to the watcher does for both
 

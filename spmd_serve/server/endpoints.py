@@ -1,15 +1,21 @@
 """Our HTTP routes beside vLLM's: /health that means all ranks, /ready, /topology (an endpoint plugin)."""
 
+import os
 import socket
 from argparse import Namespace
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from starlette.responses import Response
 
 from spmd_serve.control import ADDITIONAL_CONFIG_KEY, ControlSpec
 from spmd_serve.liveness import fetch_view
+from spmd_serve.liveness.metrics import render
 from spmd_serve.server.door import about_to_listen
 from spmd_serve.server.gate import RETRY_AFTER_S, Gate, GateKeeper
 from spmd_serve.server.news import News
@@ -33,6 +39,7 @@ class Plugin:
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/ready", self.ready, methods=["GET"])
         app.add_api_route("/topology", self.topology, methods=["GET"])
+        app.add_api_route("/metrics", self.metrics, methods=["GET"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Follow the job's news; from here on connections are accepted."""
@@ -55,11 +62,23 @@ class Plugin:
         return self._failure() or JSONResponse({"status": "ready"})
 
     async def topology(self) -> JSONResponse:
-        """Every process of the job as its watcher sees it."""
+        """Every process of the job as its watcher sees it, and for ranks where they are in the layout."""
         try:
-            return JSONResponse(await run_in_threadpool(fetch_view, self._spec.watcher, VIEW_TIMEOUT_S))
+            view = await run_in_threadpool(fetch_view, self._spec.watcher, VIEW_TIMEOUT_S)
+            return JSONResponse(placed(view, self._spec))
         except OSError as gone:
             return unavailable({"error": f"the watcher of this host does not answer: {gone}"})
+
+    def metrics(self) -> Response:
+        """vLLM's metrics, then ours, which come from the watcher, whichever API server is asked."""
+        registry = REGISTRY
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # there are several API servers
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        text = generate_latest(registry)
+        with suppress(OSError):  # then only vLLM's
+            text += render(fetch_view(self._spec.watcher, VIEW_TIMEOUT_S)).encode()
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     def _failure(self) -> JSONResponse | None:
         if self._news.verdict is not None:
@@ -68,6 +87,16 @@ class Plugin:
             cause = {"rank": None, "host": None, "cause": "the engine core has failed"}
             return unavailable({"status": "failed", **cause})
         return None
+
+
+def placed(view: dict[str, Any], spec: ControlSpec) -> dict[str, Any]:
+    """The view, with each rank's device, address and coordinates."""
+    for row in view["members"]:
+        if row["kind"] == "rank" and row["rank"] is not None:
+            info = spec.cluster.ranks[row["rank"]]
+            coords = spec.layout.coords(row["rank"])
+            row |= {"device": info.device, "address": info.address, **coords._asdict()}
+    return view | {"layout": {"tp": spec.layout.tp, "pp": spec.layout.pp, "dp": spec.layout.dp}}
 
 
 def unavailable(body: dict[str, Any]) -> JSONResponse:

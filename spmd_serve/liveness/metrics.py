@@ -1,0 +1,87 @@
+"""A watcher's view as Prometheus text, for the head's /metrics and for each node's probe port. Pure."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Labels = Mapping[str, object]
+
+# Of a rank's row: name, kind, what it says.
+_OF_RANKS = (
+    ("age_s", "rank_sign_age_seconds", "gauge", "Seconds since the rank's last sign of life."),
+    ("steps", "rank_steps_total", "counter", "Driver's messages that the rank has carried out."),
+    ("busy_s", "rank_busy_seconds_total", "counter", "Seconds that the rank has spent carrying them out."),
+    ("in_flight_s", "rank_step_in_flight_seconds", "gauge", "Age of the step that runs now."),
+    ("cpu_s", "rank_cpu_seconds_total", "counter", "CPU seconds of the rank's process."),
+)
+_OF_DRIVERS = (
+    ("sent", "control_messages_total", "counter", "Messages that a driver has sent to its ranks."),
+    ("send_s", "control_send_seconds_total", "counter", "Seconds that sending them took."),
+    ("sent_bytes", "control_network_bytes_total", "counter", "Their bytes to other hosts, once per message."),
+)
+
+
+def render(view: Mapping[str, Any]) -> str:
+    """All metrics of the processes in `view` (see `view.build`)."""
+    return "\n".join(_lines(view)) + "\n"
+
+
+def _lines(view: Mapping[str, Any]) -> Iterator[str]:
+    members = view["members"]
+    ranks = [({"rank": row["rank"], "host": row["host"]}, row) for row in members if row["kind"] == "rank"]
+    drivers = [({"engine": row["name"], "host": row["host"]}, row) for row in members if row.get("sent")]
+    yield from _metric("info", "gauge", "This round.", [({"generation": view["generation"] or ""}, 1)])
+    yield from _metric("ready", "gauge", "1 while new requests are taken.", [({}, int(is_ready(view)))])
+    yield from _metric("draining", "gauge", "1 once told to end.", [({}, int(view["draining"] is not None))])
+    restarts = view["restarts"]
+    yield from _metric(
+        "agent_restarts", "gauge", "Restarts as this host's agent counts them.", [({}, restarts)]
+    )
+    up = [(labels, int(row["state"] not in ("gone", "stopped"))) for labels, row in ranks]
+    yield from _metric("rank_up", "gauge", "0 when the rank's process is gone or stopped.", up)
+    for rows, table in ((ranks, _OF_RANKS), (drivers, _OF_DRIVERS)):
+        for field, name, kind, text in table:
+            samples = [(labels, row[field]) for labels, row in rows if row.get(field) is not None]
+            yield from _metric(name, kind, text, samples)
+    hosts = [({"host": host["host"]}, host["seen_s_ago"]) for host in view["hosts"]]
+    seen = [(labels, age) for labels, age in hosts if age is not None]
+    yield from _metric("host_sign_age_seconds", "gauge", "Seconds since a host's last sign of life.", seen)
+    yield from _of_failures(view.get("history") or {}, view["verdict"])
+
+
+def _of_failures(history: Mapping[str, Any], verdict: Mapping[str, Any] | None) -> Iterator[str]:
+    failures = history.get("failures", 0) + (verdict is not None)
+    yield from _metric("failures_total", "counter", "Rounds of this job that have failed.", [({}, failures)])
+    last = verdict if verdict is not None else history.get("last") or {}
+    for field, name, text in (
+        ("detected_at", "last_failure_timestamp_seconds", "When the last failure was noticed (Unix time)."),
+        ("detect_s", "last_failure_detect_seconds", "From the last sign of life, or the death, to that."),
+    ):
+        yield from _metric(name, "gauge", text, [({}, last[field])] if last.get(field) is not None else [])
+    if history.get("recover_s") is not None and verdict is None:
+        text = "From when the last failure was noticed until the job served again."
+        yield from _metric("last_failure_recover_seconds", "gauge", text, [({}, history["recover_s"])])
+
+
+def is_ready(view: Mapping[str, Any]) -> bool:
+    """Whether the endpoint serves and takes new requests."""
+    is_ending = view["draining"] is not None or view["verdict"] is not None or view["ended"]
+    return bool(view["serving"]) and not is_ending
+
+
+def _metric(name: str, kind: str, text: str, samples: Iterable[tuple[Labels, float]]) -> Iterator[str]:
+    shown = [f"spmd_serve_{name}{_braces(labels)} {value}" for labels, value in samples]
+    if shown:
+        yield f"# HELP spmd_serve_{name} {text}"
+        yield f"# TYPE spmd_serve_{name} {kind}"
+        yield from shown
+
+
+def _braces(labels: Labels) -> str:
+    inside = ",".join(f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
+    return f"{{{inside}}}" if inside else ""
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,0 +1,37 @@
+"""Whether all endpoints of the job take requests, and how long that took after a failure."""
+
+import time
+from typing import Any
+
+from spmd_serve.liveness.records import Message
+
+
+class Serving:
+    """Counted on the head, which tells the other hosts."""
+
+    def __init__(self) -> None:
+        self.all = False
+        """Whether all endpoints take requests."""
+        self.history: dict[str, Any] = {}
+        """failures: rounds of this job that have failed; last: the verdict of the last one; recover_s:
+        seconds from that verdict until all endpoints served again."""
+        self._parts: set[int] = set()
+
+    def hear(self, message: Message) -> bool:
+        """An endpoint takes requests; True when this was the last one to do so."""
+        self.history = self.history or dict(message["history"])
+        self._parts.add(int(message["part"]))
+        if self.all or len(self._parts) < int(message["of"]):
+            return False
+        self.all = True
+        if self.history.get("last") is not None:
+            self.history["recover_s"] = round(time.time() - self.history["last"]["detected_at"], 3)
+        return True
+
+    def hear_all(self, message: Message) -> None:
+        """On another host: the head says that all do."""
+        self.all, self.history = True, dict(message["history"])
+
+    def news(self) -> Message:
+        """What the head tells."""
+        return {"t": "all-serve", "history": self.history}
