@@ -17,7 +17,7 @@ from tests.support.netns import Hosts
 from tests.support.stock import PROMPTS
 from tests.support.waiting import Note, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.by_hand, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SLOW = "--worker-extension-cls=tests.support.slow_rank.SlowRank"
 RANK_TIMEOUT_S, STEP_TIMEOUT_S, LATE_S = 2.0, 12.0, 10.0

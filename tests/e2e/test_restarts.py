@@ -15,7 +15,7 @@ from tests.support.processes import wait_exit
 from tests.support.stock import PROMPTS
 from tests.support.waiting import Note, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.by_hand, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 GONE_S = 6.0
 """Deadline, for a busy machine, of what takes up to 2 s."""
