@@ -7,13 +7,15 @@ import os
 from spmd_serve.batch import BatchOptions, Launch, Prepared, finish_batch, prepare, run_batch_with_engine
 from spmd_serve.batch.fingerprint import answer_flags
 from spmd_serve.batch.outputs import take_stdout
+from spmd_serve.command_line import agree, engine_config
+from spmd_serve.drivers import end, start_child
 from spmd_serve.errors import ExitCode, SpmdError, UsageError
 from spmd_serve.flags import Early, host_name
 from spmd_serve.job import Job
 from spmd_serve.liveness.proc import started_ticks
 from spmd_serve.probe_port import open_probes
 from spmd_serve.report import report
-from spmd_serve.serve import agree, control_spec, end, engine_config, print_table, run_shard, start_child
+from spmd_serve.serve import control_spec, print_table, run_shard
 
 
 def batch(early: Early) -> int:

@@ -2,19 +2,19 @@
 
 import argparse
 import os
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from spmd_serve import cores, elastic, log, network
+from spmd_serve import cores, log, network
+from spmd_serve.command_line import agree, engine_config
 from spmd_serve.control import ControlSpec
-from spmd_serve.driver_child import DriverChild, how_ended
-from spmd_serve.errors import ExitCode, PeerLost, UsageError
-from spmd_serve.flags import Early, host_name
-from spmd_serve.identity import DIRECTORY, NO_WEIGHTS
-from spmd_serve.job import LAST_WORDS_S, Job
+from spmd_serve.driver_child import DriverChild
+from spmd_serve.drivers import end, start_child
+from spmd_serve.errors import ExitCode
+from spmd_serve.flags import Early
+from spmd_serve.job import Job
 from spmd_serve.load_balancing import Endpoint, check_spread, check_uds, endpoints, ports
 from spmd_serve.probe_port import open_probes
 from spmd_serve.spinning import is_autogrouped, who_spins
@@ -25,14 +25,8 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 2.0
 """Seconds between an idle driver's signs of life to its ranks."""
-VERDICT_S = 2.0
-"""How long a verdict may take, once an accusation of a process's own is made."""
-CHILD_END_S = 15.0
-"""How long a rank's child may take to end after its engines have ended."""
 ONE_FOR_ALL = Endpoint(0, rank=0, replicas=range(0), place=0)
 """The endpoint of ``--lb internal``, before it is known how many replicas there are."""
-ENDED_WELL = (ExitCode.OK, ExitCode.LINES_FAILED, ExitCode.STOPPED)
-"""Exit codes of a child that ended as it should."""
 
 
 def serve(early: Early) -> int:
@@ -92,59 +86,6 @@ def plan_endpoints(job: Job, layout: Layout) -> tuple[Endpoint, ...]:
     return endpoints(job.flags.lb, layout, cluster)
 
 
-def agree(
-    job: Job, early: Early, more_flags: Callable[[argparse.ArgumentParser], None] | None = None
-) -> tuple[argparse.Namespace, Layout]:
-    """Parse by vLLM's parser, fix the sizes, and compare everything that must not differ between ranks.
-
-    `more_flags` adds a subcommand's own flags to the parser.
-    """
-    from spmd_serve.agreement import agree as compare
-    from spmd_serve.agreement import collect
-    from spmd_serve.engine.config import apply_layout, flag_values, parse_serve
-
-    membership = job.membership
-    with job.voting("the command line"):
-        args = parse_serve(early.rest, more_flags)
-        layout = resolve_layout(job, args.given_sizes)
-        apply_layout(args, layout)
-    with job.voting("the model's files"):
-        check_model(args.model)
-        fingerprint = collect(flag_values(args), os.environ, args.model)
-    compare(membership.store, membership.me, membership.cluster, fingerprint, job.flags.join_timeout, job.say)
-    with job.voting("the model's weights"):
-        if args.load_format == "auto" and fingerprint.items.get(DIRECTORY + args.model) == NO_WEIGHTS:
-            raise UsageError(f"--model {args.model} has no weight files (--load-format dummy invents some)")
-    return args, layout
-
-
-def resolve_layout(job: Job, sizes: Mapping[str, Any]) -> Layout:
-    """TP, PP and DP of this round. Raises UsageError where they do not make the world that is here."""
-    cluster = job.membership.cluster
-    tp, pp, dp = (sizes[f"{kind}_parallel_size"] for kind in ("tensor", "pipeline", "data"))
-    if dp != elastic.AUTO:
-        return Layout.resolve(cluster.ranks_per_node, tp, pp, dp, hosts=cluster.hosts)
-    try:
-        layout = elastic.as_many_replicas(cluster, tp, pp)
-    except UsageError:
-        elastic.wait_for_nodes(cluster, job.most_nodes, job.flags.join_timeout, job.say)
-        raise
-    job.say(
-        f"--data-parallel-size auto: {layout.dp} (of TP {layout.tp} x PP {layout.pp}, on "
-        f"{layout.world_size} ranks of {len(cluster.nodes)} of at most {job.most_nodes} nodes)"
-    )
-    return layout
-
-
-def check_model(model: str) -> None:
-    """Raises UsageError for what is meant as a directory and is none here (it would be asked of the hub)."""
-    path = os.path.expanduser(model)
-    if model.startswith(("/", "./", "../", "~")) and not os.path.exists(path):
-        raise UsageError(
-            f"--model {model} does not exist on {host_name()}: every node needs the model at the same path"
-        )
-
-
 def control_spec(job: Job, layout: Layout) -> ControlSpec:
     """What drivers and ranks need to know to find each other."""
     membership, flags = job.membership, job.flags
@@ -168,20 +109,6 @@ def control_spec(job: Job, layout: Layout) -> ControlSpec:
         driver_spins=driver_spins,
         ranks_spin=ranks_spin,
     )
-
-
-def engine_config(job: Job, args: argparse.Namespace) -> Any:
-    """Let vLLM check everything that it can check without loading (heads and TP, lengths, quantization…)."""
-    from spmd_serve.engine import seam
-    from spmd_serve.engine.config import apply_executor
-    from spmd_serve.engine.config import engine_config as build
-
-    config = None
-    with job.voting("the engine's configuration"):
-        seam.check()
-        apply_executor(args)
-        config = build(args)
-    return config
 
 
 def start_api(
@@ -274,33 +201,6 @@ def print_table(spec: ControlSpec, urls: Mapping[str, Sequence[int]]) -> None:
     log.say(start_table(spec.cluster, spec.layout, urls))
 
 
-def start_child(
-    job: Job,
-    args: argparse.Namespace,
-    spec: ControlSpec,
-    name: str,
-    body: Callable[[], int],
-    fork_engines: bool,
-) -> DriverChild:
-    """Fork the process that hosts this endpoint's drivers."""
-    from spmd_serve.engine.config import apply_executor
-
-    apply_executor(args, spec)
-    child = DriverChild.start(name, body, spec, fork_engines)
-    job.drain_with(lambda reason: child.drain())
-    job.before_exit(lambda: child.wait(LAST_WORDS_S))
-    child.watch(lambda code: _child_ended(job, name, code))
-    return child
-
-
-def _child_ended(job: Job, name: str, code: int) -> None:
-    """The drivers' process ended, sent home by its work's end or before any engine could start."""
-    if code in ENDED_WELL:
-        job.announce_end()
-    else:
-        job.link.failed(how_ended(name, code))
-
-
 def run_shard(job: Job, config: Any, spec: ControlSpec) -> None:
     """Load this rank's part of the model, then obey the driver until it says stop."""
     from spmd_serve.engine.shard import Shard, check_layout, open_world, place_config
@@ -324,21 +224,3 @@ def place_on_cores(job: Job, spec: ControlSpec) -> None:
     cores.bind(mine)
     # OMP_NUM_THREADS was set before agents of the same machine knew of each other; a user's value stays.
     torch.set_num_threads(min(torch.get_num_threads(), max(len(mine), 1)))
-
-
-def end(job: Job, child: DriverChild | None, drain_s: float) -> int:
-    """All ranks leave together, when the last child has done its last; a child's exit code is its rank's."""
-    if child is None:
-        job.leave_together(drain_s + 2 * CHILD_END_S)
-        return ExitCode.OK
-    code = child.wait(drain_s + CHILD_END_S)
-    if code is None:
-        raise PeerLost(f"the {child.name} (pid {child.process.pid}) has not ended in time after its engine")
-    if code not in ENDED_WELL:
-        # The verdict knows why and ends this process, unless the watcher is gone too.
-        threading.Event().wait(VERDICT_S)
-        raise PeerLost(how_ended(child.name, code))
-    job.announce_end()
-    if job.part[1] > 1:
-        job.leave_together(drain_s + 2 * CHILD_END_S)
-    return code

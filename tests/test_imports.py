@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rendezvous", "channel."),
     ("engine.",),
     ("job", "driver_child", "probe_port", "server.", "batch."),
-    ("serve", "batch_command", "offline."),
+    ("serve", "command_line", "drivers", "batch_command", "offline."),
     ("main", "__main__", ""),
 )
 

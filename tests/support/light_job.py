@@ -14,13 +14,15 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING
 
 from spmd_serve import log
+from spmd_serve.command_line import resolve_layout
 from spmd_serve.driver_child import DriverChild
+from spmd_serve.drivers import _child_ended
 from spmd_serve.elastic import AUTO
 from spmd_serve.errors import SpmdError
 from spmd_serve.flags import parse_early
 from spmd_serve.job import LAST_WORDS_S, Job
 from spmd_serve.report import report
-from spmd_serve.serve import _child_ended, control_spec, open_door, plan_endpoints, resolve_layout
+from spmd_serve.serve import control_spec, open_door, plan_endpoints
 from spmd_serve.server.door import about_to_listen
 from spmd_serve.start_table import start_table
 from spmd_serve.topology import Layout
