@@ -44,7 +44,10 @@ def batch(early: Early) -> int:
             files = prepared
 
             def body() -> int:
-                return run_in_child(args, options, files)
+                try:
+                    return run_in_child(args, options, files)
+                except KeyboardInterrupt:  # a signal while the model loads
+                    return ExitCode.STOPPED
 
             print_table(spec, {})
             child = start_child(job, args, spec, "batch run", body, fork_engines)

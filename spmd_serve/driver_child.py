@@ -52,7 +52,12 @@ class DriverChild:
         process = multiprocessing.get_context("fork").Process(
             target=_run, args=(name, body, spec, fork_engines), name=name.title().replace(" ", "")
         )
-        process.start()
+        # SIGTERM may come at once, and must not kill a child that can't yet turn it into an orderly end.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert process.pid is not None
         return cls(name, process, os.pidfd_open(process.pid))
 
@@ -115,6 +120,8 @@ def _run(name: str, body: Callable[[], int], spec: ControlSpec, fork_engines: bo
     link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=_on_verdict)
     code = 0
     try:
+        signal.signal(signal.SIGTERM, _interrupt_loading)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         code = body()
     except KeyboardInterrupt:
         pass
@@ -128,6 +135,10 @@ def _run(name: str, body: Callable[[], int], spec: ControlSpec, fork_engines: bo
         link.leaving()
     sys.stdout.flush()
     sys.exit(code)
+
+
+def _interrupt_loading(*_: object) -> None:
+    raise KeyboardInterrupt("terminated")
 
 
 def _on_verdict(verdict: Verdict) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from spmd_serve import cores, log, network
+from spmd_serve import cores, elastic, log, network
 from spmd_serve.command_line import agree, engine_config
 from spmd_serve.control import ControlSpec
 from spmd_serve.driver_child import DriverChild
@@ -42,7 +42,8 @@ def serve(early: Early) -> int:
         # One for all is opened at once: the sizes, on which others depend, cost an import of vLLM.
         door = open_door(job, early, (ONE_FOR_ALL,)) if early.flags.lb == "internal" else None
         args, layout = agree(job, early)
-        opened = plan_endpoints(job, layout)
+        given = args.given_sizes["data_parallel_size"]
+        opened = plan_endpoints(job, layout, shrinks=given == elastic.AUTO)
         door = door if early.flags.lb == "internal" else open_door(job, early, opened)
         spec = control_spec(job, layout)
         config = engine_config(job, args)
@@ -78,11 +79,12 @@ def own_endpoint(job: Job, opened: Sequence[Endpoint]) -> Endpoint | None:
     return next((endpoint for endpoint in opened if endpoint.rank == job.membership.me.rank), None)
 
 
-def plan_endpoints(job: Job, layout: Layout) -> tuple[Endpoint, ...]:
-    """Who opens an endpoint for which replicas."""
+def plan_endpoints(job: Job, layout: Layout, *, shrinks: bool = False) -> tuple[Endpoint, ...]:
+    """Who opens an endpoint for which replicas; `shrinks`: there may be fewer nodes than the user meant."""
     cluster = job.membership.cluster
     with job.voting("the endpoints"):
-        check_spread(job.flags.lb, layout, cluster)
+        if not shrinks:
+            check_spread(job.flags.lb, layout, cluster)
     return endpoints(job.flags.lb, layout, cluster)
 
 

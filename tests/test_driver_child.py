@@ -1,6 +1,7 @@
 """Rank 0's child starts with a clean environment."""
 
 import os
+import time
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from unittest import mock
@@ -9,6 +10,7 @@ import pytest
 
 from spmd_serve import driver_child
 from spmd_serve.driver_child import LOADING_TIMEOUT_S, PLUGIN, prepare_environ
+from spmd_serve.liveness import WatcherLink
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +86,21 @@ def test_our_plugin_is_installed_under_that_name() -> None:
 
     (ours,) = [item for item in entry_points(group="vllm.endpoint_plugins") if item.name == PLUGIN]
     assert ours.value == "spmd_serve.server.endpoints:plugin"
+
+
+def sleep_in_vain() -> int:
+    time.sleep(60)
+    return 1
+
+
+def test_sigterm_right_after_the_start_is_an_orderly_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even when it comes before the child's first line; a child is asked to drain as soon as it is there."""
+    monkeypatch.setattr(WatcherLink, "connect", lambda *args, **kwargs: mock.Mock())
+    spec = mock.Mock(watcher="@none", join_timeout_s=1.0)
+    child = driver_child.DriverChild.start("API server", sleep_in_vain, spec, False)
+    try:
+        child.drain()
+        assert child.wait(20.0) == 0
+    finally:
+        child.process.kill()
+        child.process.join()

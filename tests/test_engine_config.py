@@ -89,6 +89,20 @@ def test_vllms_flags_for_load_balancing_are_ours_then() -> None:
     assert args.data_parallel_size == 2
 
 
+def test_coupled_replicas_behind_several_endpoints_are_vllms_own_kind(tiny_qwen3: Path) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from spmd_serve.engine.config import apply_coupled_endpoint
+    from spmd_serve.load_balancing import Endpoint
+
+    args = parse(str(tiny_qwen3), "-dp", "4")
+    apply_coupled_endpoint(args, Endpoint(1, rank=2, replicas=range(2, 4), place=0), "10.0.0.1", 29551)
+    given = AsyncEngineArgs.from_cli_args(args)
+    assert given.data_parallel_hybrid_lb and given.data_parallel_size == 4
+    assert (given.data_parallel_size_local, given.data_parallel_start_rank) == (2, 2)
+    assert (given.data_parallel_address, given.data_parallel_rpc_port) == ("10.0.0.1", 29551)
+
+
 def test_every_refused_flag_is_one_of_vllms() -> None:
     from spmd_serve.engine.config import make_parser
 

@@ -121,3 +121,25 @@ def test_a_napping_reader_sleeps_but_never_for_long_while_messages_are_frequent(
     condition.last_read = 0.0
     condition.wait(timeout_ms=5000)
     assert naps == [seam.NAP_MS, 5000]
+
+
+def test_engines_below_a_later_endpoint_are_counted_from_its_first_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.engine import async_llm
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    from spmd_serve.engine.seam import count_engines_from
+
+    given: list[int] = []
+
+    def init(self: StatLoggerManager, vllm_config: object, engine_idxs: list[int]) -> None:
+        given.extend(engine_idxs)
+
+    monkeypatch.setattr(StatLoggerManager, "__init__", init)
+    monkeypatch.setattr(async_llm, "StatLoggerManager", StatLoggerManager)
+    count_engines_from(2)
+    async_llm.StatLoggerManager(None, engine_idxs=[0, 1])
+    assert [str(number) for number in given] == ["2", "3"]
+    assert f"{given[1]:03d}" == "003"
+    assert {0: "found", 1: "too"}[given[1]] == "too", "still the key that vLLM looks up"

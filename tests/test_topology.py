@@ -133,6 +133,11 @@ def test_nodes_with_different_numbers_of_ranks_are_refused() -> None:
         Layout.resolve([2, 1], None, None, None)
 
 
+def test_experts_are_spread_over_the_same_stage_of_all_replicas() -> None:
+    layout = Layout(tp=2, pp=2, dp=2)
+    assert [layout.expert_ranks(rank) for rank in (0, 3, 5)] == [[0, 1, 4, 5], [2, 3, 6, 7], [0, 1, 4, 5]]
+
+
 def test_replicas_that_lie_across_nodes_unevenly_are_refused() -> None:
     with pytest.raises(UsageError) as caught:
         Layout.resolve([3, 3], 2, None, 3, hosts=["a", "b"])

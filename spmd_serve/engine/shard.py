@@ -53,6 +53,8 @@ class Shard(WorkerProc):
         self._link = link
         self._slot = link.slot
         self._loaded = False
+        if current_platform.is_cpu():
+            complete_cpu_communicator()
         layout = spec.layout
         rank_in_replica = me.rank - layout.first_rank(layout.replica(me.rank))
         super().__init__(
@@ -164,8 +166,6 @@ def open_world(vllm_config: Any, store: TorchStore, spec: ControlSpec, me: RankI
     Dense replicas are worlds of their own; MoE replicas share one world of DP·PP·TP ranks.
     """
     share_gloo_device()
-    if current_platform.is_cpu():
-        complete_cpu_communicator()
     layout = spec.layout
     shared = vllm_config.parallel_config.data_parallel_size > 1
     replica = layout.replica(me.rank)

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import signal
 from functools import partial
 from typing import Any
 
@@ -40,11 +39,6 @@ def serve_http(args: argparse.Namespace, door: Door, url: str) -> int:
         return 0
     args.api_server_count = None
     endpoints.LISTENING = door.sock
-
-    def interrupt_loading(*_: object) -> None:
-        raise KeyboardInterrupt("terminated")
-
-    signal.signal(signal.SIGTERM, interrupt_loading)
     uvloop.run(entry.run_server_worker(url, door.sock, args))
     return 0
 

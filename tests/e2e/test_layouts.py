@@ -10,7 +10,7 @@ import re
 import signal
 import socket
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ import pytest
 from tests.support.agents import AgentsJob, agents_job
 from tests.support.endpoint import Endpoint
 from tests.support.faults import kill_nine
+from tests.support.job import HTTP_PORT, READY, hosts_job
+from tests.support.netns import Hosts
 from tests.support.ports import free_port
 from tests.support.stock import PROMPTS, Reference
 from tests.support.waiting import wait_until
@@ -26,6 +28,7 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 END_S = 5.0
+ASLEEP_S = 2.0  # in which two awake replicas have long answered
 
 
 @dataclass(frozen=True)
@@ -155,18 +158,20 @@ class TestHybrid:
         urls = [endpoint.url for endpoint in hybrid.endpoints]
         assert table == list(zip(urls, ["replicas 0-1", "replicas 2-3"], strict=True))
 
-    def test_sigterm_at_one_node_lets_every_endpoint_finish(self, hybrid: AgentsJob) -> None:
+    def test_sigterm_at_one_rank_lets_every_endpoint_finish(self, hybrid: AgentsJob) -> None:
         footprint = hybrid.footprint()
+        rank = hybrid.endpoints[0].pid("rank 3")
+
+        def all_answer() -> bool:
+            return all(one.metric("vllm:num_requests_running") == 1 for one in hybrid.endpoints)
+
         with ThreadPoolExecutor(2) as clients:
-            answers = [clients.submit(one.greedy, ["to the end"], 100) for one in hybrid.endpoints]
-            for endpoint in hybrid.endpoints:
-                endpoint.call("/health")
-            os.kill(hybrid.servers[0].pid, signal.SIGTERM)
-            assert [len(answer.result()[0]) for answer in answers] == [100, 100]
-        # torchrun's own code is 1 after a signal; the other agent's tells of its ranks'.
-        assert hybrid.servers[1].wait_exit(30) == 0, hybrid.servers[1].tail()
-        assert hybrid.servers[0].wait_exit(10) == 1
-        assert "exitcode" not in hybrid.text()
+            answers = [clients.submit(one.greedy, ["to the end"], 300) for one in hybrid.endpoints]
+            wait_until(all_answer, 30, "both endpoints to answer")
+            os.kill(rank, signal.SIGTERM)
+            assert [len(answer.result()[0]) for answer in answers] == [300, 300]
+        for server in hybrid.servers:
+            assert server.wait_exit(30) == 0, server.tail()
         footprint.assert_gone(1.0)
 
 
@@ -244,13 +249,43 @@ class TestInternal:
         before = generated(endpoint)
         with ThreadPoolExecutor(2) as clients:
             answers = [clients.submit(endpoint.greedy_of, replica, "zzz", 8) for replica in (0, 1)]
-            waiting = "vllm:num_requests_waiting"
-            wait_until(lambda: endpoint.metric(waiting) == 2, 30, "both requests to wait")
+            assert not wait(answers, timeout=ASLEEP_S).done
             assert generated(endpoint) == before
             assert endpoint.call("/wake_up?tags=scheduling", {})[0] == 200
             assert [len(answer.result()) for answer in answers] == [8, 8]
         after = generated(endpoint)
         assert {engine: after[engine] - before[engine] for engine in after} == {"0": 8, "1": 8}
+
+
+@pytest.mark.netns
+@pytest.mark.by_hand  # two more starts of four ranks; test_hosts.py has a network in CI
+class TestAcrossNetworks:
+    """Four hosts of one rank that share nothing but a network."""
+
+    @pytest.fixture(scope="class")
+    def hosts(self, can_simulate_hosts: None) -> Iterator[Hosts]:
+        with Hosts("node0", "node1", "node2", "node3") as hosts:
+            yield hosts
+
+    def test_internal(
+        self, hosts: Hosts, tiny_qwen3: Path, tmp_path: Path, expected: list[list[int]]
+    ) -> None:
+        flags = Plan("internal", dp=2, pp=2, tp=1, nodes=4).flags
+        with hosts_job(hosts, tiny_qwen3, tmp_path, *flags).running() as job, hosts.inside("node3"):
+            assert job.endpoint.greedy_together(PROMPTS) == expected
+            assert min(generated(job.endpoint).values()) > 0
+
+    def test_external(
+        self, hosts: Hosts, tiny_qwen3: Path, tmp_path: Path, expected: list[list[int]]
+    ) -> None:
+        """Each host's first endpoint has the port that was given."""
+        flags = Plan("external", dp=2, pp=1, tp=2, nodes=4).flags
+        job = hosts_job(hosts, tiny_qwen3, tmp_path, *flags)
+        job.servers["node2"].ready_line = READY
+        with job.running(), hosts.inside("node1"):
+            for host in ("node0", "node2"):
+                endpoint = Endpoint(f"http://{hosts.address(host)}:{HTTP_PORT}")
+                assert endpoint.greedy_together(PROMPTS) == expected
 
 
 class TestRefusals:

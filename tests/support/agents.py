@@ -1,6 +1,8 @@
 """One job of several torchrun agents on this machine, which stand for nodes, with one endpoint or several."""
 
+import os
 import re
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from tests.support.endpoint import NAME, Endpoint
 from tests.support.footprint import Footprint
 from tests.support.job import READY, error_lines, job_environ
 from tests.support.ports import free_port
-from tests.support.server import START_DEADLINE_S, Server
+from tests.support.server import START_DEADLINE_S, STOP_DEADLINE_S, Server
 from tests.support.stock import SMALL_FLAGS
 from tests.support.torchrun import Rendezvous, torchrun_command
 from tests.support.waiting import wait_until
@@ -32,6 +34,15 @@ class AgentsJob:
                 stack.enter_context(server)
             wait_until(self._is_ready, start_deadline_s, f"{len(self.endpoints)} endpoints to be ready")
             yield self
+            self._stop()
+
+    def _stop(self) -> None:
+        """As a job manager does: a signal to all agents, or the others wait 300 s for the one that has it."""
+        for server in self.servers:
+            if server.returncode is None:
+                os.kill(server.pid, signal.SIGTERM)
+        for server in self.servers:
+            server.wait_exit(STOP_DEADLINE_S)
 
     def _is_ready(self) -> bool:
         ended = next((server for server in self.servers if server.returncode is not None), None)
