@@ -84,6 +84,12 @@ def test_bar_on_a_terminal(terminal: tuple[int, io.TextIOWrapper]) -> None:
     assert "5/10" in last and "1 failed" in last
 
 
+def test_lines_on_a_terminal_without_a_width(terminal: tuple[int, io.TextIOWrapper]) -> None:
+    _, stream = terminal
+    fcntl.ioctl(stream.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+    assert isinstance(display_for(Progress(total=10), print, stream), LogDisplay)
+
+
 def test_lines_without_a_terminal() -> None:
     said: list[str] = []
     progress = Progress(total=10)

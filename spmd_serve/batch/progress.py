@@ -1,5 +1,6 @@
 """How far a run is: a bar on a terminal, a line every ten seconds elsewhere."""
 
+import os
 import sys
 import time
 from collections import deque
@@ -160,9 +161,11 @@ class BarDisplay:
 
 
 def display_for(progress: Progress, say: Callable[[str], None], stream: TextIO | None = None) -> Display:
-    """A bar where `stream` (standard error) is a terminal, lines elsewhere."""
+    """A bar where `stream` (standard error) is a terminal of some width, lines elsewhere."""
     stream = sys.stderr if stream is None else stream
-    return BarDisplay(progress, stream) if stream.isatty() else LogDisplay(say)
+    if stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0:
+        return BarDisplay(progress, stream)
+    return LogDisplay(say)  # a terminal without a width, as some containers give, would show nothing of a bar
 
 
 def _duration(seconds: float) -> str:
