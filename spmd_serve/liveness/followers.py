@@ -30,10 +30,10 @@ class Followers:
         self._draining_since: float | None = None
 
     def add(self, conn: Conn, drain_s: float, news: Iterable[Message]) -> Follower:
-        """Take one in, and tell it what has happened so far."""
+        """Take one in, and tell it so, and what has happened so far."""
         follower = Follower(conn, drain_s)
         self._all.append(follower)
-        for message in news:
+        for message in ({"t": "welcome"}, *news):
             conn.send(pack(message))
         return follower
 

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import time
+from contextlib import suppress
 
 from spmd_serve.liveness import Verdict
 from spmd_serve.liveness.view import socket_name
@@ -27,14 +28,23 @@ class News:
         self._writer: asyncio.StreamWriter | None = None
 
     async def follow(self, watcher: str) -> None:
-        """Connect to the watcher at this address. Raises OSError where there is none."""
+        """Connect to the watcher at this address, and be known to it. Raises OSError where there is none."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         sock.connect(socket_name(watcher))  # by ourselves: uvloop takes no abstract addresses
         sock.setblocking(False)
         reader, self._writer = await asyncio.open_unix_connection(sock=sock)
         self._writer.write(pack({"t": "follow", "drain_s": self._drain_s}))
         self._gate.on_empty = self._all_done
+        await reader.readline()  # its welcome
         self._task = asyncio.create_task(self._read(reader))
+
+    async def close(self) -> None:
+        """Follow no more."""
+        self._has_ended = True
+        if self._writer is not None:
+            self._writer.close()
+            with suppress(OSError):
+                await self._writer.wait_closed()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:

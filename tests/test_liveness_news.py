@@ -1,0 +1,201 @@
+"""What a real watcher tells API servers, which follow it, and whoever probes its host."""
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmd_serve.server.gate import Gate, Visit
+from spmd_serve.server.news import News
+from tests.support.liveness import Job
+
+PATIENCE_S = 15.0
+FAILURE = {"cause": "rank 1 is gone", "rank": 1, "host": "b", "detected_at": 1000.0, "detect_s": 0.3}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path) as job:
+        yield job
+
+
+def run(what: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(what, 4 * PATIENCE_S))
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    for _ in range(int(PATIENCE_S / 0.02)):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"waited in vain for {what}")
+
+
+class Inside:
+    """A request that is inside the gate until `leave`; `told`: it has been cut."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.told = False
+        self._gate = gate
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(_message: Any) -> None:
+            self.told = True
+
+        self._visit = Visit("http", receive, send)
+        gate.enter(self._visit)
+
+    def leave(self) -> None:
+        self._gate.leave(self._visit)
+
+
+def probe(port: int, path: str) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        return answer.status, text if path == "/metrics" else json.loads(text)
+    finally:
+        connection.close()
+
+
+def test_ranks_are_told_to_drain_when_nothing_runs_any_more(job: Job) -> None:
+    host = job.host(0, 1)
+    job.configure()
+
+    async def body() -> None:
+        gate = Gate()
+        inside = Inside(gate)
+        news = News(gate, 60.0)
+        await news.follow(host.address)
+        host.ranks[1].link("request_drain", "SIGTERM")
+        await until(lambda: gate.refusal, "the gate to shut")
+        assert news.draining == "SIGTERM" and not inside.told
+        host.ranks[0].link("view", 5.0)  # a turn of the watcher's loop
+        assert not host.ranks[0].saw("drain")
+        inside.leave()
+        assert (await asyncio.to_thread(host.ranks[0].expect, "drain"))["reason"] == "SIGTERM"
+        await news.close()
+
+    run(body())
+
+
+def test_a_drain_ends_in_time_whatever_runs(job: Job) -> None:
+    host = job.host(0, 1)
+    job.configure()
+
+    async def body() -> None:
+        gate = Gate()
+        inside = Inside(gate)
+        news = News(gate, 0.3)
+        await news.follow(host.address)
+        host.ranks[1].link("request_drain", "SIGTERM")
+        await until(lambda: inside.told, "the end of its time")
+        inside.leave()
+        await asyncio.to_thread(host.ranks[0].expect, "drain")
+        await news.close()
+
+    run(body())
+
+
+def test_who_leaves_without_a_word_holds_nobody_up(job: Job) -> None:
+    host = job.host(0, 1)
+    job.configure()
+
+    async def body() -> None:
+        gate = Gate()
+        Inside(gate)
+        news = News(gate, 60.0)
+        await news.follow(host.address)
+        host.ranks[1].link("request_drain", "SIGTERM")
+        await until(lambda: gate.refusal, "the gate to shut")
+        await news.close()
+        await asyncio.to_thread(host.ranks[0].expect, "drain")
+
+    run(body())
+
+
+def test_the_verdict_cuts_what_is_inside(job: Job) -> None:
+    host = job.host(0, 1)
+    job.configure()
+
+    async def body() -> None:
+        gate = Gate()
+        inside = Inside(gate)
+        news = News(gate, 60.0)
+        await news.follow(host.address)
+        host.ranks[1].kill()
+        await until(lambda: inside.told, "the verdict")
+        assert news.verdict is not None and news.verdict.rank == 1 and news.verdict.detect_s is not None
+        assert gate.refusal is not None and "/health" in gate.refusal
+        await news.close()
+
+    run(body())
+
+
+def test_a_watcher_that_is_gone_counts_as_a_failure(job: Job) -> None:
+    host = job.host(0, 1)
+    job.configure()
+
+    async def body() -> None:
+        gate = Gate()
+        inside = Inside(gate)
+        news = News(gate, 60.0)
+        await news.follow(host.address)
+        os.kill(host.watcher_pid, signal.SIGKILL)
+        await until(lambda: inside.told, "the end of the connection")
+        assert news.verdict is not None and "watcher" in news.verdict.cause
+        await news.close()
+
+    run(body())
+
+
+def test_probes_of_two_hosts(job: Job) -> None:
+    """The head says to all when all endpoints serve; a drain that begins elsewhere is seen by both."""
+    hosts = [job.host(0), job.host(1)]
+    ports = [host.ranks[0].link("open_probe", 0) for host in hosts]
+    assert [probe(port, "/live")[0] for port in ports] == [200, 200]
+    job.configure()
+    assert [probe(port, "/ready") for port in ports] == [(503, {"status": "loading"})] * 2
+    history = {"failures": 1, "last": FAILURE}
+    hosts[1].ranks[0].link("serving", 0, 1, history)
+
+    async def all_answer(status: int) -> None:
+        await until(lambda: all(probe(port, "/ready")[0] == status for port in ports), f"{status}")
+
+    run(all_answer(200))
+    for number, port in enumerate(ports):
+        text = probe(port, "/metrics")[1]
+        assert f'spmd_serve_rank_up{{rank="{number}",' in text
+        assert "spmd_serve_failures_total 1\n" in text and "spmd_serve_last_failure_recover_seconds" in text
+    hosts[1].ranks[0].link("request_drain", "SIGTERM")
+    run(all_answer(503))
+    assert {probe(port, "/ready")[1]["status"] for port in ports} == {"draining"}
+    assert [probe(port, "/live")[0] for port in ports] == [200, 200]
+
+
+def test_a_short_stop_shows_in_the_metrics_only(job: Job) -> None:
+    host = job.host(0, 1)
+    port = host.ranks[0].link("open_probe", 0)
+    job.configure(rank_timeout=60.0)
+    host.ranks[1].kill(signal.SIGSTOP)
+
+    def up() -> bool:
+        return 'spmd_serve_rank_up{rank="1",host="a"} 1' in probe(port, "/metrics")[1]
+
+    async def body() -> None:
+        await until(lambda: not up(), "the stop to be seen")
+        assert probe(port, "/live")[0] == 200  # it may be a moment only: --rank-timeout decides
+        host.ranks[1].kill(signal.SIGCONT)
+        await until(up, "the rank to go on")
+
+    run(body())
