@@ -18,7 +18,7 @@ set -euo pipefail
 RDZV_CONF="${RDZV_CONF:-keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3,join_timeout=600}"
 
 # Each round of the job has a store of its own: with torchrun's shared one (2.13) no machine could join later.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}"
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec torchrun --nnodes "${NODES:-2}" --nproc-per-node "${GPUS:-gpu}" --max-restarts "${RESTARTS:-3}" \
     --rdzv-backend c10d --rdzv-endpoint "${HEAD:?set HEAD to the machine where all meet}:${RDZV_PORT:-29500}" \
