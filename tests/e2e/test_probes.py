@@ -98,7 +98,7 @@ def _up(text: str) -> str:
 
 @pytest.mark.netns
 def test_a_drain_that_begins_on_one_host_is_seen_on_both(job: HostsJob) -> None:
-    with job.hosts.inside("node0"), Crowd(job.endpoint.url, streams=4, plain=0, tokens=60) as crowd:
+    with job.hosts.inside("node0"), Crowd(job.endpoint.url, streams=4, plain=0, tokens=30) as crowd:
         crowd.wait_begun()
         os.kill(job.servers["node1"].pid, signal.SIGTERM)
         for host in ("node0", "node1"):
