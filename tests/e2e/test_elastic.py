@@ -16,7 +16,7 @@ from tests.support.waiting import Note, wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.netns, pytest.mark.by_hand]
 pytestmark += [pytest.mark.timeout(900)]
 
-SERVE_S = 200.0
+SERVE_S = 300.0
 
 
 def replicas(job: HostsJob) -> int:
