@@ -4,8 +4,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from spmd_serve import cores, log, network
 from spmd_serve.errors import ExitCode, PeerLost, SpmdError, is_of_a_peer, missing_package
@@ -47,8 +47,6 @@ class Job:
         """From when on the driver's stop message, not the announced end, ends this rank."""
         self.part = (0, 1)
         """Which of how many endpoints this rank has opened: the job ends with the last of them."""
-        self._failures: dict[str, Any] = {}
-        """What rounds of this job before this one have left; see `Serving.history`."""
         self._ended = threading.Event()
         self._on_drain: Callable[[str], None] | None = None
         self._drain_asked: str | None = None
@@ -98,7 +96,7 @@ class Job:
         )
 
     def _join(self) -> None:
-        from spmd_serve.rendezvous import failures_before, get_json, join, put_json
+        from spmd_serve.rendezvous import get_json, join, put_json
 
         env, flags = self.env, self.flags
         if self.most_nodes > self._least_nodes and env.agent_store:
@@ -119,7 +117,6 @@ class Job:
         self._has_met = True
         me, store, cluster = self.membership.me, self.membership.store, self.membership.cluster
         self.link.identify(f"rank {me.rank}", me.rank)
-        self._failures = failures_before(self.membership, env.run_id)
         if me.local_rank == 0:
             if me.rank == 0:
                 address = me.address
@@ -163,7 +160,7 @@ class Job:
     def says_that_it_serves(self) -> None:
         """This rank's endpoint takes requests from now on."""
         part, of = self.part
-        self.link.serving(part, of, self._failures)
+        self.link.serving(part, of)
 
     def say(self, text: str) -> None:
         """A line to the log, from one rank of each host."""
@@ -298,22 +295,12 @@ class Job:
             self._signalled.wait(LINGER_S)
 
     def _verdict(self, verdict: Verdict) -> None:
-        if self.env.local_rank == 0 and self._has_met:
-            threading.Thread(target=self._remember, args=(verdict,), name="remember", daemon=True).start()
         if self._before_exit is not None:
             self._before_exit()
         # The watcher prints the cause, as the host's last line, when its members are gone.
         alone = self.link.watcher_lost and self.env.local_rank == 0
         report(PeerLost(verdict.cause), quiet=not alone)
         os._exit(ExitCode.FAILED)
-
-    def _remember(self, verdict: Verdict) -> None:
-        """Tell the rounds to come, if the store is still there and this process lives for long enough."""
-        from spmd_serve.rendezvous import remember_failure
-
-        with suppress(Exception):
-            count = int(self._failures.get("failures", 0)) + 1
-            remember_failure(self.membership, self.env.run_id, {"failures": count, "last": verdict.to_json()})
 
 
 def device_name(local_rank: int) -> str:

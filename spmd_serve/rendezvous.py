@@ -1,16 +1,14 @@
 """A seat in this round of the job, on torchrun's own store (the handshake itself: handshake.py)."""
 
-import json
 import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
@@ -21,25 +19,14 @@ from spmd_serve.errors import PeerLost, UsageError
 from spmd_serve.handshake import Handshake, leave_together
 from spmd_serve.network import Route
 from spmd_serve.numbering import Hello
-from spmd_serve.store import Say, Wait, answered, get_json, put_json, wait_keys
+from spmd_serve.store import Say, Wait, get_json, put_json, wait_keys
 from spmd_serve.topology import Cluster, RankInfo
 from spmd_serve.torchrun_env import TorchrunEnv, rendezvous_host
 
-__all__ = [
-    "Membership",
-    "connect_store",
-    "failures_before",
-    "get_json",
-    "join",
-    "leave_together",
-    "put_json",
-    "remember_failure",
-    "wait_keys",
-]
+__all__ = ["Membership", "connect_store", "get_json", "join", "leave_together", "put_json", "wait_keys"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _REACH_S = 30.0
-_LAST_FAILURE = "last"
 _CALL_S = 300.0
 
 
@@ -99,19 +86,6 @@ def connect_store(host: str, port: int, nonce: str, timeout_s: float) -> TorchSt
         raise PeerLost(
             f"process {os.getpid()} can't reach torchrun's store at {host}:{port}: {error}"
         ) from error
-
-
-def failures_before(membership: Membership, run_id: str) -> dict[str, Any]:
-    """What the rounds of this job before this one have left with `remember_failure`; {} if nothing."""
-    store = connect_store(membership.host, membership.port, f"failures/{run_id}", _REACH_S)
-    found = answered(lambda: store.get(_LAST_FAILURE) if store.check([_LAST_FAILURE]) else b"{}")
-    return dict(json.loads(found))
-
-
-def remember_failure(membership: Membership, run_id: str, history: Mapping[str, Any]) -> None:
-    """For the rounds to come. Raises PeerLost when the store is gone."""
-    store = connect_store(membership.host, membership.port, f"failures/{run_id}", 1.0)
-    store.set(_LAST_FAILURE, json.dumps(history))
 
 
 def _of_run(raw: TorchStore, nonce: str) -> TorchStore:

@@ -114,6 +114,13 @@ def error_file(environ: Mapping[str, str]) -> str | None:
     return environ.get("TORCHELASTIC_ERROR_FILE")
 
 
+def job_folder(environ: Mapping[str, str]) -> Path | None:
+    """The agent's own folder for this job's logs, the same in all rounds; None without torchrun."""
+    file = error_file(environ)
+    # …/<job>/attempt_<n>/<local rank>/error.json
+    return None if file is None else Path(file).parents[2]
+
+
 def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """A copy of `environ` for children of a rank, without what CHILD_CLEAN lists."""
     prefixes = tuple(name for name in CHILD_CLEAN if name.endswith("_"))

@@ -16,7 +16,6 @@ from spmd_serve.server.news import News
 from tests.support.liveness import Job
 
 PATIENCE_S = 15.0
-FAILURE = {"cause": "rank 1 is gone", "rank": 1, "host": "b", "detected_at": 1000.0, "detect_s": 0.3}
 
 
 @pytest.fixture
@@ -166,8 +165,7 @@ def test_probes_of_two_hosts(job: Job) -> None:
     assert [probe(port, "/live")[0] for port in ports] == [200, 200]
     job.configure()
     assert [probe(port, "/ready") for port in ports] == [(503, {"status": "loading"})] * 2
-    history = {"failures": 1, "last": FAILURE}
-    hosts[1].ranks[0].link("serving", 0, 1, history)
+    hosts[1].ranks[0].link("serving", 0, 1)
 
     async def all_answer(status: int) -> None:
         await until(lambda: all(probe(port, "/ready")[0] == status for port in ports), f"{status}")
@@ -176,7 +174,7 @@ def test_probes_of_two_hosts(job: Job) -> None:
     for number, port in enumerate(ports):
         text = probe(port, "/metrics")[1]
         assert f'spmd_serve_rank_up{{rank="{number}",' in text
-        assert "spmd_serve_failures_total 1\n" in text and "spmd_serve_last_failure_recover_seconds" in text
+        assert "spmd_serve_failures_total 0\n" in text
     hosts[1].ranks[0].link("request_drain", "SIGTERM")
     run(all_answer(503))
     assert {probe(port, "/ready")[1]["status"] for port in ports} == {"draining"}

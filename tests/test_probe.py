@@ -2,6 +2,7 @@
 
 import json
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from spmd_serve.liveness import metrics
 from spmd_serve.liveness.loop import Loop
 from spmd_serve.liveness.probe import Probe, respond
+from spmd_serve.liveness.records import Verdict
 from spmd_serve.liveness.serving import Serving
 
 LIMIT_S = 10.0
@@ -150,17 +152,21 @@ def test_metrics_tell_of_earlier_failures() -> None:
     assert ("spmd_serve_last_failure_recover_seconds",) not in found
 
 
-def test_the_job_serves_when_all_endpoints_do() -> None:
-    serving = Serving()
-    message = {"t": "serving", "of": 2, "history": {"failures": 1, "last": VERDICT}}
+def test_the_job_serves_when_all_endpoints_do(tmp_path: Path) -> None:
+    Serving(tmp_path).failed(Verdict.from_json(VERDICT))
+    serving = Serving(tmp_path)
+    message = {"t": "serving", "of": 2}
     assert not serving.hear(message | {"part": 1})
     assert not serving.hear(message | {"part": 1})
     assert not serving.all
     assert serving.hear(message | {"part": 0})
     assert serving.all and serving.history["recover_s"] > 0
-    elsewhere = Serving()
+    elsewhere = Serving(None)
     elsewhere.hear_all(serving.news())
     assert elsewhere.all and elsewhere.history == serving.history
+    assert serving.history["failures"] == 1
+    serving.failed(Verdict.from_json(VERDICT))
+    assert Serving(tmp_path).history["failures"] == 2
 
 
 def test_over_a_socket_in_pieces_and_a_port_taken(request: pytest.FixtureRequest) -> None:

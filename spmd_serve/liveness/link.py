@@ -137,9 +137,9 @@ class WatcherLink:
         """Have the watcher answer probes at this port (0: any free one); returns it. Raises SpmdError."""
         return int(self._ask({"t": "probe", "port": port}, _REQUEST_S)["port"])
 
-    def serving(self, part: int, of: int, history: Message) -> None:
-        """Endpoint `part` of `of` takes requests from now on. `history`: see `rendezvous.failures_before`."""
-        self._send({"t": "serving", "part": part, "of": of, "history": history})
+    def serving(self, part: int, of: int) -> None:
+        """Endpoint `part` of `of` takes requests from now on."""
+        self._send({"t": "serving", "part": part, "of": of})
 
     def configure(self, config: WatchConfig) -> None:
         """By local rank 0 after the rendezvous: who belongs to the job, and its limits. Raises SpmdError."""

@@ -1,25 +1,41 @@
 """Whether all endpoints of the job take requests, and how long that took after a failure."""
 
+import contextlib
+import json
 import time
+from pathlib import Path
 from typing import Any
 
-from spmd_serve.liveness.records import Message
+from spmd_serve.liveness.records import Message, Verdict
+
+_FILE = "spmd_serve.failures"
 
 
 class Serving:
     """Counted on the head, which tells the other hosts."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None) -> None:
+        """`folder`: where this host's rounds leave word for the next one."""
         self.all = False
         """Whether all endpoints take requests."""
         self.history: dict[str, Any] = {}
         """failures: rounds of this job that have failed; last: the verdict of the last one; recover_s:
         seconds from that verdict until all endpoints served again."""
         self._parts: set[int] = set()
+        self._file = folder / _FILE if folder is not None else None
+        if self._file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self.history = dict(json.loads(self._file.read_text()))
+
+    def failed(self, verdict: Verdict) -> None:
+        """Leave word for the next round. Nothing is lost but numbers where the disk is full."""
+        if self._file is not None:
+            count = int(self.history.get("failures", 0)) + 1
+            with contextlib.suppress(OSError):
+                self._file.write_text(json.dumps({"failures": count, "last": verdict.to_json()}))
 
     def hear(self, message: Message) -> bool:
         """An endpoint takes requests; True when this was the last one to do so."""
-        self.history = self.history or dict(message["history"])
         self._parts.add(int(message["part"]))
         if self.all or len(self._parts) < int(message["of"]):
             return False

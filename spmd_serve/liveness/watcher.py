@@ -1,5 +1,6 @@
 """The watcher: one small process per host that outlives its ranks by a moment, to say who was first."""
 
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from spmd_serve.liveness.probe import Probe
 from spmd_serve.liveness.progress import Limits
 from spmd_serve.liveness.records import Message, Verdict, WatchConfig
 from spmd_serve.liveness.serving import Serving
+from spmd_serve.torchrun_env import job_folder
 
 _POLL_S = 0.5
 _BEAT_S = 1.0
@@ -48,7 +50,7 @@ class Watcher:
         self.has_ended = False
         self.drain = Drain(self)
         self.followers = self.drain.followers
-        self.serving = Serving()
+        self.serving = Serving(job_folder(os.environ))
         self.probe: Probe | None = None
         self.head: Head | None = None
         self.uplink: Uplink | None = None
@@ -158,6 +160,7 @@ class Watcher:
         if self.over:
             return
         self.verdict = verdict
+        self.serving.failed(verdict)
         self._kill_at = self.now + self._grace_s
         for news in self.news():
             self.followers.tell(news)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.crowd import Crowd
 from tests.support.faults import frozen
-from tests.support.job import HostsJob, error_lines, hosts_job, torchrun_job
+from tests.support.job import HostsJob, hosts_job
 from tests.support.netns import Hosts
 from tests.support.waiting import wait_until
 
@@ -108,19 +107,3 @@ def test_a_drain_that_begins_on_one_host_is_seen_on_both(job: HostsJob) -> None:
     assert all(request.is_complete for request in crowd.requests)
     assert codes == {"node0": 0, "node1": 1}  # torchrun's own is 1 where it was signalled
     assert "exitcode" not in "".join(server.text() for server in job.servers.values())
-
-
-def test_a_port_that_is_taken_is_one_line_on_every_rank(tiny_qwen3: Path, tmp_path: Path) -> None:
-    with socket.create_server(("", 0)) as other:
-        port = other.getsockname()[1]
-        job = torchrun_job(tiny_qwen3, tmp_path / "log", f"--probe-port={port}")
-        job.server.ready_line = None
-        with job:
-            assert job.server.wait_exit(60.0) not in (0, -signal.SIGKILL)
-        said = error_lines(job.server)
-        assert said and set(said) == {said[0]}
-        assert (
-            f"--probe-port {port} cannot be opened on {os.uname().nodename}: Address already in use"
-            in said[0]
-        )
-        assert "vllm" not in job.server.text().lower()  # nobody waits for imports before that

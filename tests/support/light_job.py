@@ -21,6 +21,7 @@ from spmd_serve.elastic import AUTO
 from spmd_serve.errors import SpmdError
 from spmd_serve.flags import parse_early
 from spmd_serve.job import LAST_WORDS_S, Job
+from spmd_serve.probe_port import open_probes
 from spmd_serve.report import report
 from spmd_serve.serve import control_spec, open_door, plan_endpoints
 from spmd_serve.server.door import about_to_listen
@@ -79,7 +80,12 @@ def serve(job: Job, door: "Door", layout: Layout, started: float) -> None:
     job.drain_with(lambda reason: child.drain())
     job.before_exit(lambda: child.wait(LAST_WORDS_S))
     child.watch(lambda code: job.announce_end() if code == -15 else _child_ended(job, "API server", code))
-    child.poll_until(door.answers, lambda: job.say(f"ready after {time.monotonic() - started:.0f} s: {url}"))
+
+    def ready() -> None:
+        job.says_that_it_serves()
+        job.say(f"ready after {time.monotonic() - started:.0f} s: {url}")
+
+    child.poll_until(door.answers, ready)
 
 
 def main() -> None:
@@ -87,6 +93,7 @@ def main() -> None:
     early = parse_early(sys.argv[1:])
     job = Job.enter(early.flags)
     with job.reported():
+        open_probes(job)
         with job.voting("the command line"):
             layout = resolve_layout(job, given_sizes(early.rest))
         door = open_door(job, early, plan_endpoints(job, layout))
