@@ -46,7 +46,7 @@ def batch(early: Early) -> int:
             def body() -> int:
                 try:
                     return run_in_child(args, options, files)
-                except KeyboardInterrupt:  # a signal while the model loads
+                except SystemExit:  # a signal while the model loads
                     return ExitCode.STOPPED
 
             print_table(spec, {})

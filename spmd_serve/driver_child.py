@@ -138,7 +138,8 @@ def _run(name: str, body: Callable[[], int], spec: ControlSpec, fork_engines: bo
 
 
 def _interrupt_loading(*_: object) -> None:
-    raise KeyboardInterrupt("terminated")
+    # Not KeyboardInterrupt, which vLLM swallows while it waits for its engine cores (zmq_socket_ctx).
+    sys.exit(0)
 
 
 def _on_verdict(verdict: Verdict) -> None:
