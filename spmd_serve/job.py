@@ -202,9 +202,11 @@ class Job:
         try:
             yield
         except SpmdError as problem:
+            self._leave_if_ended(problem)
             self.link.failed(str(problem), peer=is_of_a_peer(problem))
             raise
         except Exception as problem:
+            self._leave_if_ended(problem)
             missing = missing_package(problem)
             if missing is not None:
                 self.link.failed(str(missing))
@@ -212,6 +214,11 @@ class Job:
             text = " ".join(str(problem).split())
             self.link.failed(f"{type(problem).__name__}: {text}", peer=is_of_a_peer(problem))
             raise
+
+    def _leave_if_ended(self, problem: Exception) -> None:
+        """After the announced end, a peer that is gone has only left earlier."""
+        if self._ended.is_set() and is_of_a_peer(problem):
+            os._exit(ExitCode.OK)
 
     def drain_with(self, on_drain: Callable[[str], None]) -> None:
         """What to do when somebody asks the job to finish; at once, if that happened already."""
