@@ -46,10 +46,10 @@ def serve_http(args: argparse.Namespace, door: Door, url: str) -> int:
 
 
 def leave_at_once(*_: object) -> None:
-    """While engine cores load, nobody is served: leave, as vLLM would wait for them first, and then kill them.
+    """Nobody is served while engine cores load: leave. vLLM would wait for these first, and then kill them.
 
-    They die with this process, and its exit code tells its rank that this was meant. uvicorn has its own answer
-    to SIGTERM later on.
+    They die with this process, and its exit code tells its rank that this was meant. uvicorn has an answer of
+    its own to SIGTERM later on.
     """
     os._exit(0)
 
