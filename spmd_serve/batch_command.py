@@ -44,10 +44,7 @@ def batch(early: Early) -> int:
             files = prepared
 
             def body() -> int:
-                try:
-                    return run_in_child(args, options, files)
-                except SystemExit:  # a signal while the model loads
-                    return ExitCode.STOPPED
+                return run_in_child(args, options, files)
 
             print_table(spec, {})
             child = start_child(job, args, spec, "batch run", body, fork_engines)

@@ -42,15 +42,21 @@ class DriverChild:
 
     @classmethod
     def start(
-        cls, name: str, body: Callable[[], int], spec: ControlSpec, fork_engines: bool
+        cls,
+        name: str,
+        body: Callable[[], int],
+        spec: ControlSpec,
+        fork_engines: bool,
+        part: tuple[int, int] = (0, 1),
     ) -> "DriverChild":
         """Fork, and run `body` there; what it returns is the exit code.
 
         Call before any thread of torch runs and before CUDA is touched. `name`: "API server" or "batch run".
         `fork_engines`: nobody asked for another way (VLLM_WORKER_MULTIPROC_METHOD) to start engine cores.
+        `part`: which of how many endpoints it is.
         """
         process = multiprocessing.get_context("fork").Process(
-            target=_run, args=(name, body, spec, fork_engines), name=name.title().replace(" ", "")
+            target=_run, args=(name, body, spec, fork_engines, part), name=name.title().replace(" ", "")
         )
         # SIGTERM may come at once, and must not kill a child that can't yet turn it into an orderly end.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -104,7 +110,9 @@ def how_ended(name: str, code: int) -> str:
     return f"the {name} ended with exit code {code}: see its log above"
 
 
-def _run(name: str, body: Callable[[], int], spec: ControlSpec, fork_engines: bool) -> None:
+def _run(
+    name: str, body: Callable[[], int], spec: ControlSpec, fork_engines: bool, part: tuple[int, int]
+) -> None:
     # A session of its own: a signal to the job's process group reaches it only through rank 0, which
     # decides whether that means drain.
     os.setsid()
@@ -118,9 +126,18 @@ def _run(name: str, body: Callable[[], int], spec: ControlSpec, fork_engines: bo
         seam.fork_engine_cores()
     hello = {"kind": "api", "name": name, "rank": None}
     link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=_on_verdict)
+
+    def leave(*_: object) -> None:
+        """Nobody is served while engine cores load (later, SIGTERM has another handler): leave.
+
+        vLLM would wait for the cores first, and then kill them; so they die with this process.
+        """
+        link.announce_end(part=part[0], of=part[1])
+        os._exit(0)
+
     code = 0
     try:
-        signal.signal(signal.SIGTERM, _interrupt_loading)
+        signal.signal(signal.SIGTERM, leave)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         code = body()
     except KeyboardInterrupt:
@@ -135,11 +152,6 @@ def _run(name: str, body: Callable[[], int], spec: ControlSpec, fork_engines: bo
         link.leaving()
     sys.stdout.flush()
     sys.exit(code)
-
-
-def _interrupt_loading(*_: object) -> None:
-    # Not KeyboardInterrupt, which vLLM swallows while it waits for its engine cores (zmq_socket_ctx).
-    sys.exit(0)
 
 
 def _on_verdict(verdict: Verdict) -> None:

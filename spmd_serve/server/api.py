@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import signal
 from functools import partial
 from typing import Any
 
@@ -40,18 +39,8 @@ def serve_http(args: argparse.Namespace, door: Door, url: str) -> int:
         return 0
     args.api_server_count = None
     endpoints.LISTENING = door.sock
-    signal.signal(signal.SIGTERM, leave_at_once)
     uvloop.run(entry.run_server_worker(url, door.sock, args))
     return 0
-
-
-def leave_at_once(*_: object) -> None:
-    """Nobody is served while engine cores load: leave. vLLM would wait for these first, and then kill them.
-
-    They die with this process, and its exit code tells its rank that this was meant. uvicorn has an answer of
-    its own to SIGTERM later on.
-    """
-    os._exit(0)
 
 
 def serve_as_one_of_several(listen_address: str, sock: Any, args: argparse.Namespace, config: Any) -> None:
