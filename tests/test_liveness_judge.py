@@ -93,11 +93,19 @@ def seen(progress: Progress, now: float, **changes: object) -> tuple[str, float]
 class TestProgress:
     def test_an_idle_loop_must_turn(self) -> None:
         progress = Progress()
-        assert seen(progress, 0.0) is None
-        assert seen(progress, 9.9) is None
-        assert seen(progress, 10.0) == ("idle", 10.0)
+        for turned in (-2.0, -1.0, 0.0):
+            assert seen(progress, turned, turned=turned) is None
+        assert seen(progress, 9.9, turned=0.0) is None
+        assert seen(progress, 10.0, turned=0.0) == ("idle", 10.0)
         assert seen(progress, 10.5, turned=2.0) is None
         assert seen(progress, 20.4, turned=2.0) is None
+
+    def test_a_driver_that_has_not_settled_after_loading_may_pause_longer(self) -> None:
+        progress = Progress()
+        assert seen(progress, 0.0) is None
+        assert seen(progress, 1.0, turned=2.0) is None
+        assert seen(progress, 300.0, turned=2.0) is None
+        assert seen(progress, 301.0, turned=2.0) == ("idle", 300.0)
 
     @pytest.mark.parametrize("state", ["starting", "loading", "stepping", "draining"])
     def test_who_works_need_not_turn(self, state: str) -> None:
@@ -105,7 +113,7 @@ class TestProgress:
         for now in (0.0, 1000.0, 100_000.0):
             assert seen(progress, now, state=state) is None
         assert seen(progress, 100_001.0) is None  # ready from now on, with an old stamp
-        assert seen(progress, 100_011.0) == ("idle", 10.0)
+        assert seen(progress, 100_301.0) == ("idle", 300.0)
 
     def test_nobody_need_turn_without_heartbeats(self) -> None:
         progress = Progress()
@@ -130,7 +138,9 @@ class TestProgress:
 
     def test_the_first_idle_second_counts_from_the_end_of_the_step(self) -> None:
         progress = Progress()
-        seen(progress, 0.0, started=1)
+        for turned in (-2.0, -1.0, 0.0):
+            seen(progress, turned, turned=turned)
+        seen(progress, 0.5, started=1)
         assert seen(progress, 100.0, started=1, done=1) is None
         assert seen(progress, 109.0, started=1, done=1) is None
         assert seen(progress, 110.0, started=1, done=1) == ("idle", 10.0)

@@ -196,8 +196,10 @@ def test_an_idle_loop_that_does_not_turn_is_hung_but_not_while_it_steps(job: Job
     for actor in host.ranks:
         actor.do("slot", "state", ["ready"])
     turning.do("turn_forever", 0.1)
+    stuck.do("turn_forever", 0.1)
+    time.sleep(1.5)  # not a synchronisation: the watcher has to see some turns first
     at = time.monotonic()
-    stuck.do("slot", "turn", [])  # the last: if the others were accused, they would be first
+    stuck.send("burn_holding_gil", 15.0)  # a sleep would end with the signal that asks for stacks
     verdict = turning.expect("verdict")
     assert "rank 2 " in verdict["cause"] and "its loop has not turned" in verdict["cause"]
     assert verdict["at"] - at < 6.0

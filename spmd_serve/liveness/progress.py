@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Trouble = Literal["stopped", "stuck", "idle"]
+_SETTLED_TURNS = 2
+"""After loading a driver may pause once more (Python's collector) before it beats evenly."""
 TROUBLES: tuple[Trouble, ...] = ("stopped", "stuck", "idle")
 
 
@@ -44,6 +46,7 @@ class Progress:
         self._stopped_since: float | None = None
         self._flight_since: float | None = None
         self._waits_since: float | None = None
+        self._turns = 0
 
     def see(self, sighting: Sighting, now: float) -> None:
         """Take in one look at time `now`."""
@@ -66,6 +69,7 @@ class Progress:
             or last.turned != sighting.turned
             or last.done != sighting.done
         ):
+            self._turns += self._waits_since is not None
             self._waits_since = now
 
     def trouble(self, limits: Limits, now: float) -> tuple[Trouble, float] | None:
@@ -74,10 +78,7 @@ class Progress:
             return "stopped", now - self._stopped_since
         if self._flight_since is not None and now - self._flight_since >= limits.step_timeout:
             return "stuck", now - self._flight_since
-        if (
-            limits.expect_turns
-            and self._waits_since is not None
-            and now - self._waits_since >= limits.rank_timeout
-        ):
+        patience = limits.rank_timeout if self._turns >= _SETTLED_TURNS else limits.step_timeout
+        if limits.expect_turns and self._waits_since is not None and now - self._waits_since >= patience:
             return "idle", now - self._waits_since
         return None
