@@ -53,6 +53,7 @@ def test_an_idle_node_dies_and_another_joins(
         with hosts.inside("node0"):
             assert job.endpoint.greedy(PROMPTS, 16) == expected
         hosts.mend("node1")
+        job.servers["node1"].wait_exit(5.0)
         started = time.monotonic()
         job.servers["node1"].start()
         wait_until(lambda: replicas(job) == 2, SERVE_S, "two replicas again")
