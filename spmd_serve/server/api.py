@@ -32,9 +32,14 @@ def serve_http(args: argparse.Namespace, door: Door, url: str) -> int:
         args.api_server_count = several
         # run_multi_api_server binds by itself; ours is bound already.
         vllm_serve.setup_server = lambda args, *, reuse_port: (url, door.sock)
-        vllm_serve.APIServerProcessManager = partial(
-            vllm_serve.APIServerProcessManager, target_server_fn=serve_as_one_of_several
-        )
+        start = partial(vllm_serve.APIServerProcessManager, target_server_fn=serve_as_one_of_several)
+
+        def start_and_leave(**given: Any) -> Any:
+            servers = start(**given)
+            door.sock.close()  # theirs now: a door that nobody is behind any more must not stay open
+            return servers
+
+        vllm_serve.APIServerProcessManager = start_and_leave
         vllm_serve.run_multi_api_server(args)
         return 0
     args.api_server_count = None
