@@ -17,6 +17,7 @@ from spmd_serve.liveness.loop import Conn, Loop, log
 from spmd_serve.liveness.proc import OomCounter, ProcFile, ProcStat, catches, ending_of
 from spmd_serve.liveness.progress import TROUBLES, Limits, Progress, Sighting, Trouble
 from spmd_serve.liveness.records import KINDS, STACKS_SIGNAL, Hello, Message
+from spmd_serve.liveness.stacks import ask_in_turn
 from spmd_serve.liveness.wire import BadLine, pack, unpack
 from spmd_serve.process import has_ended, open_pidfd, send_signal
 
@@ -109,8 +110,7 @@ class Members:
         ]
         if able:
             log(f"asking {', '.join(member.hello.name for member in able)} for stacks")
-        for member in able:
-            send_signal(member.pidfd, STACKS_SIGNAL)
+            ask_in_turn([member.pidfd for member in able])
 
     def kill(self) -> None:
         """SIGKILL whoever is still there."""

@@ -24,6 +24,8 @@ LISTENING: socket.socket | None = None
 """The door's socket in a single API server, which starts to listen right after our state is made."""
 
 VIEW_TIMEOUT_S = 2.0
+VERDICT_S = 1.0
+"""How long to wait for the cause of an engine's death: the watcher looks 0.3 s for the first one."""
 
 
 class Plugin:
@@ -53,13 +55,13 @@ class Plugin:
 
     async def health(self) -> JSONResponse:
         """200 when the engine and every rank live; 503 with the lost rank, its host and the cause."""
-        return self._failure() or JSONResponse({"status": "ok"})
+        return await self._failure() or JSONResponse({"status": "ok"})
 
     async def ready(self) -> JSONResponse:
         """200 while new requests are taken."""
         if self._news.draining is not None and self._news.verdict is None:
             return unavailable({"status": "draining", "cause": self._news.draining})
-        return self._failure() or JSONResponse({"status": "ready"})
+        return await self._failure() or JSONResponse({"status": "ready"})
 
     async def topology(self) -> JSONResponse:
         """Every process of the job as its watcher sees it, and for ranks where they are in the layout."""
@@ -80,7 +82,9 @@ class Plugin:
             text += render(fetch_view(self._spec.watcher, VIEW_TIMEOUT_S)).encode()
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    def _failure(self) -> JSONResponse | None:
+    async def _failure(self) -> JSONResponse | None:
+        if self._news.verdict is None and self._gate.engine_is_dead() and self._news.draining is None:
+            await self._news.judged(VERDICT_S)
         if self._news.verdict is not None:
             return unavailable({"status": "failed", **self._news.verdict.to_json()})
         if self._gate.engine_is_dead() and self._news.draining is None:

@@ -25,6 +25,7 @@ class News:
         self._gate = gate
         self._drain_s = drain_s
         self._has_ended = False
+        self._judged = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
 
     async def follow(self, watcher: str) -> None:
@@ -37,6 +38,11 @@ class News:
         self._gate.on_empty = self._all_done
         await reader.readline()  # its welcome
         self._task = asyncio.create_task(self._read(reader))
+
+    async def judged(self, timeout_s: float) -> None:
+        """Return when there is a verdict, or after `timeout_s` seconds."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._judged.wait(), timeout_s)
 
     async def close(self) -> None:
         """Follow no more."""
@@ -70,6 +76,7 @@ class News:
 
     def _fail(self, verdict: Verdict) -> None:
         self.verdict = verdict
+        self._judged.set()
         self._gate.cut(FAILED)
 
     def _all_done(self) -> None:
