@@ -82,7 +82,8 @@ def test_two_agents_restart(tmp_path: Path, note: Note, backend: str) -> None:
             now = recovers(job, now, f"{backend}: {rank}", lambda: kill_nine(now["pids"][rank]), note)  # noqa: B023
 
 
-@pytest.mark.parametrize("shared_store", [True, pytest.param(False, marks=by_hand)])
+@by_hand
+@pytest.mark.parametrize("shared_store", [True, False])
 def test_a_kill_during_the_restart_after_another(tmp_path: Path, note: Note, shared_store: bool) -> None:
     flags = ("-tp=1", "-pp=2")
     with light_job(tmp_path, *flags, agents=2, max_restarts=4, shared_store=shared_store) as job:

@@ -291,6 +291,7 @@ class TestAcrossNetworks:
 class TestRefusals:
     """One line, before anything is loaded, the same from every rank."""
 
+    @pytest.mark.by_hand  # test_load_balancing.py has the same without the start
     def test_hybrid_with_all_first_ranks_on_one_node(self, tiny_qwen3: Path, tmp_path: Path) -> None:
         job = agents_job(tiny_qwen3, tmp_path, "-dp=2", "--lb=hybrid", nodes=1, ranks=2)
         assert "all of them (ranks 0-1) are on" in job.refusal(60)

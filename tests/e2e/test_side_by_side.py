@@ -18,7 +18,8 @@ from tests.support.ports import free_port
 from tests.support.server import Server
 from tests.support.stock import PROMPTS, SMALL_FLAGS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+# By hand: two servers at once take more than a minute, and CI is to stay below half an hour.
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.by_hand, pytest.mark.timeout(600)]
 
 
 def world_of_one(model: Path, log: Path, *flags: str) -> Job:
