@@ -117,10 +117,9 @@ def run_in_child(args: argparse.Namespace, options: BatchOptions, prepared: Prep
     """In rank 0's child: vLLM's engine client over our executor, then line by line."""
     import uvloop
 
-    from spmd_serve.batch.handlers import load_plugins, open_engine, start_metrics
+    from spmd_serve.batch.handlers import open_engine, start_metrics
 
     async def run() -> int:
-        load_plugins(args)
         start_metrics(options, args)
         async with open_engine(args) as engine_client:
             return await run_batch_with_engine(engine_client, args, options, prepared=prepared)

@@ -5,7 +5,8 @@ import http.client
 import json
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from spmd_serve.server.gate import Gate, Visit
 from spmd_serve.server.news import News
-from tests.support.liveness import Job
+from tests.support.liveness import Host, Job
 
 PATIENCE_S = 15.0
 
@@ -56,6 +57,17 @@ class Inside:
         self._gate.leave(self._visit)
 
 
+@asynccontextmanager
+async def followed(host: Host, drain_s: float) -> AsyncIterator[tuple[Gate, Inside, News]]:
+    """An API server that follows the host's watcher, with one request inside its gate."""
+    gate = Gate()
+    inside = Inside(gate)
+    news = News(gate, drain_s)
+    await news.follow(host.address)
+    yield gate, inside, news
+    await news.close()
+
+
 def probe(port: int, path: str) -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
@@ -72,18 +84,14 @@ def test_ranks_are_told_to_drain_when_nothing_runs_any_more(job: Job) -> None:
     job.configure()
 
     async def body() -> None:
-        gate = Gate()
-        inside = Inside(gate)
-        news = News(gate, 60.0)
-        await news.follow(host.address)
-        host.ranks[1].link("request_drain", "SIGTERM")
-        await until(lambda: gate.refusal, "the gate to shut")
-        assert news.draining == "SIGTERM" and not inside.told
-        host.ranks[0].link("view", 5.0)  # a turn of the watcher's loop
-        assert not host.ranks[0].saw("drain")
-        inside.leave()
-        assert (await asyncio.to_thread(host.ranks[0].expect, "drain"))["reason"] == "SIGTERM"
-        await news.close()
+        async with followed(host, 60.0) as (gate, inside, news):
+            host.ranks[1].link("request_drain", "SIGTERM")
+            await until(lambda: gate.refusal, "the gate to shut")
+            assert news.draining == "SIGTERM" and not inside.told
+            host.ranks[0].link("view", 5.0)  # a turn of the watcher's loop
+            assert not host.ranks[0].saw("drain")
+            inside.leave()
+            assert (await asyncio.to_thread(host.ranks[0].expect, "drain"))["reason"] == "SIGTERM"
 
     run(body())
 
@@ -93,15 +101,11 @@ def test_a_drain_ends_in_time_whatever_runs(job: Job) -> None:
     job.configure()
 
     async def body() -> None:
-        gate = Gate()
-        inside = Inside(gate)
-        news = News(gate, 0.3)
-        await news.follow(host.address)
-        host.ranks[1].link("request_drain", "SIGTERM")
-        await until(lambda: inside.told, "the end of its time")
-        inside.leave()
-        await asyncio.to_thread(host.ranks[0].expect, "drain")
-        await news.close()
+        async with followed(host, 0.3) as (_gate, inside, _news):
+            host.ranks[1].link("request_drain", "SIGTERM")
+            await until(lambda: inside.told, "the end of its time")
+            inside.leave()
+            await asyncio.to_thread(host.ranks[0].expect, "drain")
 
     run(body())
 
@@ -128,15 +132,11 @@ def test_the_verdict_cuts_what_is_inside(job: Job) -> None:
     job.configure()
 
     async def body() -> None:
-        gate = Gate()
-        inside = Inside(gate)
-        news = News(gate, 60.0)
-        await news.follow(host.address)
-        host.ranks[1].kill()
-        await until(lambda: inside.told, "the verdict")
-        assert news.verdict is not None and news.verdict.rank == 1 and news.verdict.detect_s is not None
-        assert gate.refusal is not None and "/health" in gate.refusal
-        await news.close()
+        async with followed(host, 60.0) as (gate, inside, news):
+            host.ranks[1].kill()
+            await until(lambda: inside.told, "the verdict")
+            assert news.verdict is not None and news.verdict.rank == 1 and news.verdict.detect_s is not None
+            assert gate.refusal is not None and "/health" in gate.refusal
 
     run(body())
 
@@ -146,14 +146,10 @@ def test_a_watcher_that_is_gone_counts_as_a_failure(job: Job) -> None:
     job.configure()
 
     async def body() -> None:
-        gate = Gate()
-        inside = Inside(gate)
-        news = News(gate, 60.0)
-        await news.follow(host.address)
-        os.kill(host.watcher_pid, signal.SIGKILL)
-        await until(lambda: inside.told, "the end of the connection")
-        assert news.verdict is not None and "watcher" in news.verdict.cause
-        await news.close()
+        async with followed(host, 60.0) as (_gate, inside, news):
+            os.kill(host.watcher_pid, signal.SIGKILL)
+            await until(lambda: inside.told, "the end of the connection")
+            assert news.verdict is not None and "watcher" in news.verdict.cause
 
     run(body())
 

@@ -6,30 +6,8 @@ import pytest
 
 from spmd_serve.errors import UsageError
 from spmd_serve.load_balancing import Endpoint, check_spread, check_uds, endpoints, ports
-from spmd_serve.topology import Cluster, Layout, RankInfo
-
-
-def cluster(
-    *ranks_per_node: int, machines: Sequence[str] | None = None, addresses: Sequence[str] | None = None
-) -> Cluster:
-    ranks: list[RankInfo] = []
-    for node, count in enumerate(ranks_per_node):
-        for local_rank in range(count):
-            ranks.append(
-                RankInfo(
-                    rank=len(ranks),
-                    local_rank=local_rank,
-                    node=node,
-                    host=f"host{node}",
-                    address=addresses[node] if addresses else f"10.0.0.{node}",
-                    interface="eth0",
-                    pid=1000 + len(ranks),
-                    torchrun_rank=len(ranks),
-                    machine_id=machines[node] if machines else f"m{node}",
-                    device="cpu",
-                )
-            )
-    return Cluster(tuple(ranks))
+from spmd_serve.topology import Layout
+from tests.support.cluster import cluster
 
 
 def shape(found: Sequence[Endpoint]) -> list[tuple[int, int, list[int], int]]:

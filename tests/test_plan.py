@@ -3,28 +3,8 @@
 import pytest
 
 from spmd_serve.channel.plan import ChannelPlan, driver_node, plan_channel
-from spmd_serve.topology import Cluster, Layout, RankInfo
-
-
-def cluster(*ranks_per_node: int) -> Cluster:
-    ranks: list[RankInfo] = []
-    for node, count in enumerate(ranks_per_node):
-        for local_rank in range(count):
-            ranks.append(
-                RankInfo(
-                    rank=len(ranks),
-                    local_rank=local_rank,
-                    node=node,
-                    host=f"host{node}",
-                    address=f"10.0.0.{node}",
-                    interface="eth0",
-                    pid=1000 + len(ranks),
-                    torchrun_rank=len(ranks),
-                    machine_id=f"m{node}",
-                    device="cpu",
-                )
-            )
-    return Cluster(tuple(ranks))
+from spmd_serve.topology import Layout
+from tests.support.cluster import cluster
 
 
 def test_one_host_needs_no_network() -> None:

@@ -33,7 +33,8 @@ def test_what_the_drivers_process_calls_is_there(monkeypatch: pytest.MonkeyPatch
 
     from spmd_serve.engine import seam
 
-    seam.check_entry_points()
+    seam.check_server()
+    seam.check_batch()
 
     async def run_server_worker(address: str, args: Any) -> None: ...
 
@@ -41,7 +42,7 @@ def test_what_the_drivers_process_calls_is_there(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         UsageError, match=r"entry\.run_server_worker no longer takes listen_address, sock, as"
     ):
-        seam.check_entry_points()
+        seam.check_server()
 
 
 def test_a_parameter_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from spmd_serve.spinning import is_autogrouped, who_spins
-from tests.test_plan import cluster
+from tests.support.cluster import cluster
 
 
 @pytest.mark.parametrize(

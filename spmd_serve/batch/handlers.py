@@ -54,22 +54,13 @@ async def run_batch_with_engine(
     )
 
 
-def load_plugins(args: argparse.Namespace) -> None:
-    """Parsers of tools and reasoning that the command line names by file, as vLLM's API server loads them."""
-    from vllm.reasoning import ReasoningParserManager
-    from vllm.tool_parsers import ToolParserManager
-
-    if args.tool_parser_plugin:
-        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
-    if args.reasoning_parser_plugin:
-        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
-
-
 def open_engine(args: argparse.Namespace) -> AbstractAsyncContextManager[Any]:
     """vLLM's engine client for the command line, as an async context manager."""
-    from vllm.entrypoints.launchers import run_batch  # noqa: F401  now, not when all ranks are ready
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 
+    from spmd_serve.engine.seam import check_batch
+
+    check_batch()  # imports what answers too: now, not when all ranks are ready
     client: AbstractAsyncContextManager[Any] = build_async_engine_client(args)
     return client
 

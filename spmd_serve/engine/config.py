@@ -2,7 +2,8 @@
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -51,11 +52,10 @@ def make_parser(more: AddFlags | None = None) -> ServeParser:
         if action.dest == "data_parallel_size":
             action.type = number_or_auto
             action.help = f"{action.help} {AUTO}: as many replicas as the ranks of this round make."
-    parser.set_defaults(shutdown_timeout=DEFAULT_SHUTDOWN_TIMEOUT_S)
-    for action in parser._actions:
-        if action.dest == "port":
+        elif action.dest == "port":
             action.type = _port
             action.help = f"{action.help} Several, with commas: one for each endpoint of a host (see --lb)."
+    parser.set_defaults(shutdown_timeout=DEFAULT_SHUTDOWN_TIMEOUT_S)
     return parser
 
 
@@ -190,8 +190,15 @@ def engine_config(args: argparse.Namespace) -> Any:
     """Build a VllmConfig as ``vllm serve`` would. Raises UsageError for what vLLM refuses."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     propagate_flash_late_interaction(args, engine_args)
-    try:
+    with refusals():
         return engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What vLLM's configuration refuses inside the block, in whatever way, is a UsageError of one line."""
+    try:
+        yield
     except (ValueError, TypeError, KeyError, OSError, NotImplementedError, AssertionError) as problem:
         raise UsageError(one_line(problem)) from problem
 

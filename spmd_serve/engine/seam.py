@@ -2,8 +2,8 @@
 
 Public extension points (``distributed_executor_backend=<class>``, ``additional_config``, endpoint
 plugins, the argument parsers) are used where they are needed. What is imported here is not promised
-by vLLM: `check()` (run by a test, and at start) says clearly what moved. So does `check_entry_points()` for
-the functions of vLLM's that `server/` and `batch/` call.
+by vLLM: `check()` (run by a test, and at start) says clearly what moved. So do `check_server()` and
+`check_batch()` for the functions of vLLM's that `server/` and `batch/` call.
 """
 
 import importlib
@@ -28,7 +28,8 @@ __all__ = [
     "MultiprocExecutor",
     "WorkerProc",
     "check",
-    "check_entry_points",
+    "check_batch",
+    "check_server",
     "count_engines_from",
     "fork_engine_cores",
     "quieten",
@@ -78,16 +79,20 @@ _RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
 )
 
 
-# The same for what hosts the drivers: the functions behind `vllm serve` and `vllm run-batch`.
-_ENTRY_POINTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+_Functions = tuple[tuple[str, str, tuple[str, ...]], ...]
+
+# The same for what hosts the drivers: module, function, parameters, behind `vllm serve` and `vllm run-batch`.
+_SERVER: _Functions = (
     ("vllm.entrypoints.cli.serve", "setup_server", ("args", "reuse_port")),
     ("vllm.entrypoints.cli.serve", "APIServerProcessManager", ("target_server_fn",)),
     ("vllm.entrypoints.cli.serve", "run_multi_api_server", ("args",)),
     ("vllm.entrypoints.launchers.api_server.entry", "run_server_worker", ("listen_address", "sock", "args")),
-    ("vllm.entrypoints.launchers.api_server.entry", "build_async_engine_client", ("args",)),
     ("vllm.entrypoints.launchers.launcher", "set_ulimit", ()),
     ("vllm.entrypoints.launchers.launcher", "validate_api_server_args", ("args",)),
     ("vllm.v1.utils", "run_api_server_worker_proc", ("listen_address", "sock", "args", "client_config")),
+)
+_BATCH: _Functions = (
+    ("vllm.entrypoints.launchers.api_server.entry", "build_async_engine_client", ("args",)),
     ("vllm.entrypoints.launchers.run_batch", "State", ()),
     ("vllm.entrypoints.launchers.run_batch", "BatchRequestInput", ()),
     ("vllm.entrypoints.launchers.run_batch", "BatchProgressTracker", ()),
@@ -102,9 +107,18 @@ def check() -> None:
         _require(owner, name, parameters)
 
 
-def check_entry_points() -> None:
-    """The same for what the process that hosts the drivers calls; imports vLLM's web part."""
-    for module, name, parameters in _ENTRY_POINTS:
+def check_server() -> None:
+    """The same for what the API server's process calls; imports vLLM's web part."""
+    _check_functions(_SERVER)
+
+
+def check_batch() -> None:
+    """The same for the batch run's process."""
+    _check_functions(_BATCH)
+
+
+def _check_functions(functions: _Functions) -> None:
+    for module, name, parameters in functions:
         _require(importlib.import_module(module), name, parameters)
 
 

@@ -20,7 +20,7 @@ from spmd_serve.agreement import agree, collect
 from spmd_serve.channel.local import OwnLine
 from spmd_serve.control import ControlSpec
 from spmd_serve.engine import seam
-from spmd_serve.engine.config import one_line
+from spmd_serve.engine.config import refusals
 from spmd_serve.engine.executor import TorchrunExecutor
 from spmd_serve.engine.rank_channel import FOREVER_S
 from spmd_serve.engine.shard import place_config
@@ -290,12 +290,10 @@ class Session:
 
 
 def _build(arguments: Mapping[str, Any]) -> Any:
-    try:
+    with refusals():
         return EngineArgs(**arguments, distributed_executor_backend=TorchrunExecutor).create_engine_config(
             UsageContext.LLM_CLASS
         )
-    except (ValueError, TypeError, KeyError, OSError, NotImplementedError, AssertionError) as problem:
-        raise UsageError(one_line(problem)) from problem
 
 
 def _merged(parts: list[Outcome], merge: Callable[[list[Any]], Any]) -> Outcome:

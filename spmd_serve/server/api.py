@@ -16,10 +16,10 @@ def serve_http(args: argparse.Namespace, door: Door, url: str) -> int:
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.entrypoints.launchers.launcher import set_ulimit, validate_api_server_args
 
-    from spmd_serve.engine.seam import check_entry_points
+    from spmd_serve.engine.seam import check_server
     from spmd_serve.server import endpoints
 
-    check_entry_points()
+    check_server()
     validate_api_server_args(args)
     set_ulimit()
     args.port = door.port

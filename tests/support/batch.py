@@ -49,7 +49,22 @@ class Engine:
             self.now -= 1
 
 
-class Place:
+class Written:
+    """The answers of a batch, at `output`."""
+
+    output: Path
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.output.read_bytes().splitlines()]
+
+    def by_id(self) -> dict[str, dict[str, Any]]:
+        lines = self.lines()
+        found = {line["custom_id"]: line for line in lines}
+        assert len(found) == len(lines)
+        return found
+
+
+class Place(Written):
     """An input and an output in a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -77,12 +92,3 @@ class Place:
         prepared = prepare(self.options(**more), flags, launch or Launch(), self.said.append)
         running = run_batch(answer, prepared.options, prepared=prepared, say=self.said.append)
         return asyncio.run(asyncio.wait_for(running, DEADLINE_S))
-
-    def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.output.read_bytes().splitlines()]
-
-    def by_id(self) -> dict[str, dict[str, Any]]:
-        lines = self.lines()
-        found = {line["custom_id"]: line for line in lines}
-        assert len(found) == len(lines)
-        return found

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.batch import Written
 from tests.support.job import job_environ
 from tests.support.processes import descendants
 from tests.support.server import Server
@@ -50,7 +51,7 @@ class Ended:
     text: str
 
 
-class Bench:
+class Bench(Written):
     """An input, an output, and runs from the one to the other."""
 
     def __init__(self, folder: Path, model: Path, *flags: str) -> None:
@@ -83,12 +84,3 @@ class Bench:
     def has(self, count: int) -> bool:
         """Whether so many answers are written."""
         return self.output.exists() and self.output.read_bytes().count(b"\n") >= count
-
-    def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.output.read_bytes().splitlines()]
-
-    def by_id(self) -> dict[str, dict[str, Any]]:
-        lines = self.lines()
-        found = {line["custom_id"]: line for line in lines}
-        assert len(found) == len(lines)
-        return found

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from spmd_serve import LLM, SamplingParams
-from tests.support import cpu_experts
 from tests.support.models import make_model
 from tests.support.stock import MAX_TOKENS, PROMPTS
 
@@ -226,7 +225,6 @@ def mixture(out: Path, model: str, lora: str) -> Found:
     """Two replicas of a mixture-of-experts model, which run it together, however uneven their work is."""
     from vllm.sampling_params import BeamSearchParams
 
-    cpu_experts.install()
     found: Found = {}
     with LLM(model, tensor_parallel_size=1, data_parallel_size=2, **SMALL) as llm:
         found["greedy"] = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
