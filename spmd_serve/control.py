@@ -32,6 +32,8 @@ class ControlSpec:
     join_timeout_s: float
     driver_spins: bool = True
     ranks_spin: bool = True
+    driver_cores: tuple[int, ...] = ()
+    """The cores that the driver in this process's child keeps to; empty: any."""
     first_replica: int = 0
     """The replica that vLLM, below an endpoint with some of the replicas, takes for its first."""
     in_process: bool = False
@@ -43,6 +45,7 @@ class ControlSpec:
         plain["cluster"] = self.cluster.to_json()
         plain["layout"] = asdict(self.layout)
         plain["allow_classes"] = list(self.allow_classes)
+        plain["driver_cores"] = list(self.driver_cores)
         return plain
 
     @classmethod
@@ -52,6 +55,7 @@ class ControlSpec:
         values["cluster"] = Cluster.from_json(values["cluster"])
         values["layout"] = Layout(**values["layout"])
         values["allow_classes"] = tuple(values["allow_classes"])
+        values["driver_cores"] = tuple(values["driver_cores"])
         return cls(**values)
 
     def key(self) -> bytes | None:

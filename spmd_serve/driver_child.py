@@ -113,9 +113,13 @@ def how_ended(name: str, code: int) -> str:
 def _run(
     name: str, body: Callable[[], int], spec: ControlSpec, fork_engines: bool, part: tuple[int, int]
 ) -> None:
-    # A session of its own: a signal to the job's process group reaches it only through rank 0, which
-    # decides whether that means drain.
-    os.setsid()
+    # A process group of its own: a signal to that of the job reaches it only through rank 0, which decides
+    # whether that means drain. It stays in the session that torchrun made for the rank (see spinning.py);
+    # without torchrun it leaves that of the terminal.
+    if os.getsid(0) == os.getppid():
+        os.setpgid(0, 0)
+    else:
+        os.setsid()
     die_with_parent(None)
     be_main_of_spawned()
     forget_ending_signals()

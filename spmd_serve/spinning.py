@@ -1,5 +1,7 @@
 """How long readers of a host's ring poll before they sleep: a matter of spare cores and who shares them."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from spmd_serve.topology import Cluster, RankInfo
@@ -11,18 +13,36 @@ SPARE_CORES = 2
 """What the driver and the API server need beside the ranks, if all of them may spin."""
 
 
-def who_spins(cluster: Cluster, me: RankInfo, cores: int, *, autogrouped: bool) -> tuple[bool, bool]:
-    """Whether the driver, and whether the ranks of this machine, poll for a second after each message.
+@dataclass(frozen=True)
+class Polling:
+    """Who polls for a second after each message, and where."""
 
+    driver: bool
+    ranks: bool
+    driver_cores: tuple[int, ...] = ()
+    """Cores that the driver has to keep to, as it polls; empty: any."""
+
+
+def who_polls(
+    cluster: Cluster, me: RankInfo, cores: int, *, drives: int, autogrouped: bool, mine: Sequence[int]
+) -> Polling:
+    """Whether the driver, and whether the ranks of this machine, poll for the next message.
+
+    `cores`: how many the machine lends; `mine`: those of rank `me`; `drives`: replicas behind its endpoint.
     With cores to spare, polling is the fastest. Without, a rank that polls takes its core from its driver and
-    its neighbours, so it sleeps. A driver that polls (and yields) still pays then, as it keeps cores awake
-    between the many short waits of a step, but only in one scheduling group with its ranks: across groups a
-    yield is none, and it costs a rank a whole time slice (measured: docs/benchmarks.md).
+    its neighbours, so it sleeps. A driver that polls (and yields) still pays then, as it keeps a core awake
+    between the many short waits of a step, but only in one scheduling group with who computes there: across
+    groups a yield is none, and it costs a rank a whole time slice (measured: docs/benchmarks.md). Where Linux
+    makes such groups, the driver is in that of the rank that forked it, and polls on that rank's cores only.
     """
     ranks = sum(info.machine_id == me.machine_id for info in cluster.ranks)
     if cores - ranks >= SPARE_CORES:
-        return True, True
-    return not autogrouped, False
+        return Polling(driver=True, ranks=True)
+    if not autogrouped:
+        return Polling(driver=True, ranks=False)
+    if drives == 1 and mine:
+        return Polling(driver=True, ranks=False, driver_cores=tuple(mine))
+    return Polling(driver=False, ranks=False)
 
 
 def is_autogrouped(autogroup: Path = _AUTOGROUP, cgroup: Path = _CGROUP) -> bool:

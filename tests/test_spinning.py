@@ -4,24 +4,33 @@ from pathlib import Path
 
 import pytest
 
-from spmd_serve.spinning import is_autogrouped, who_spins
+from spmd_serve.spinning import Polling, is_autogrouped, who_polls
 from tests.support.cluster import cluster
+
+ALL, DRIVER, NOBODY = Polling(True, True), Polling(True, False), Polling(False, False)
 
 
 @pytest.mark.parametrize(
-    ("cores", "autogrouped", "expected"),
+    ("cores", "drives", "autogrouped", "expected"),
     [
-        (4, True, (True, True)),
-        (64, False, (True, True)),
-        (3, True, (False, False)),
-        (2, True, (False, False)),
-        (2, False, (True, False)),
-        (1, False, (True, False)),
+        (4, 1, True, ALL),
+        (64, 2, False, ALL),
+        (3, 1, True, Polling(True, False, driver_cores=(0,))),
+        (2, 1, True, Polling(True, False, driver_cores=(0,))),
+        (2, 2, True, NOBODY),
+        (2, 2, False, DRIVER),
+        (1, 1, False, DRIVER),
     ],
 )
-def test_only_spare_cores_are_spent(cores: int, autogrouped: bool, expected: tuple[bool, bool]) -> None:
+def test_only_spare_cores_are_spent(cores: int, drives: int, autogrouped: bool, expected: Polling) -> None:
     job = cluster(2, 2)  # two ranks on each of two machines
-    assert who_spins(job, job.ranks[0], cores, autogrouped=autogrouped) == expected
+    found = who_polls(job, job.ranks[0], cores, drives=drives, autogrouped=autogrouped, mine=[0])
+    assert found == expected
+
+
+def test_with_more_ranks_than_cores_nobody_has_a_core_to_poll_on() -> None:
+    job = cluster(2, 2)
+    assert who_polls(job, job.ranks[0], 1, drives=1, autogrouped=True, mine=[]) == NOBODY
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import vllm.envs as envs
 
-from spmd_serve import codec
+from spmd_serve import codec, cores
 from spmd_serve.channel.gloo import open_outbox
 from spmd_serve.channel.local import OwnLine
 from spmd_serve.channel.nccl import BellOutbox
@@ -141,6 +141,7 @@ class DriverChannel:
             remote = {rank: name for rank, name in who.items() if rank not in replies}
             replies.update(door.accept(remote, spec.join_timeout_s, logger.info))
         if ring is not None:
+            cores.bind(spec.driver_cores)
             bells = [replies[rank] for rank in plan.members]
             ways.append(BellOutbox(ring, bells) if spec.backend == "nccl" and bells else ring)
             ring.wait_until_ready()
