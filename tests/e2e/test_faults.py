@@ -12,7 +12,6 @@ from threading import Thread
 import pytest
 
 from tests.support.endpoint import Endpoint
-from tests.support.faults import rank_processes
 from tests.support.footprint import Footprint
 from tests.support.job import hosts_job, torchrun_job
 from tests.support.netns import Hosts
@@ -93,9 +92,11 @@ def test_a_cut_link_under_a_pipeline(
 ) -> None:
     flags = ("-tp=1", "-pp=2", "--rank-timeout=4")
     with hosts_job(hosts, tiny_qwen3, tmp_path, *flags).running() as job:
-        agents = [server.pid for server in job.servers.values()]
         # Without its agents: the cut-off one waits for torchrun's store for minutes.
-        footprint = Footprint.of(*(rank.pid for pid in agents for rank in rank_processes(pid).values()))
+        with hosts.inside("node0"):
+            ranks = [member["pid"] for member in job.endpoint.members() if member["kind"] == "rank"]
+        assert len(ranks) == 2
+        footprint = Footprint.of(*ranks)
 
         def ask() -> None:
             with hosts.inside("node0"):
