@@ -69,7 +69,9 @@ class Job:
 
     def round_footprint(self) -> Footprint:
         """What its ranks and their children hold now, without the torchrun agent, which outlives a round."""
-        return Footprint.of(*(process.pid for process in rank_processes(self.server.pid).values()))
+        ranks = rank_processes(self.server.pid)
+        assert ranks, "no rank found: their titles may have overwritten their environment"
+        return Footprint.of(*(process.pid for process in ranks.values()))
 
     def summary(self) -> str:
         """The first cause, in torchrun's closing block."""
