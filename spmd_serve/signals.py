@@ -3,13 +3,18 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
+ECHO_S = 1.0
+"""Who signals a whole control group (systemd does) reaches a rank twice: at once, and through torchrun."""
 
 
-def on_ending_signal(callback: Callable[[signal.Signals], None]) -> None:
+def on_ending_signal(callback: Callable[[signal.Signals], None], echo_s: float = ECHO_S) -> None:
     """Call `callback(number)` from a thread for every SIGTERM and SIGINT. Call from the main thread.
+
+    One that comes within `echo_s` seconds of the one before is its echo, and not heard.
 
     Python runs its handlers only between two bytecodes of the main thread; the C-level handler writes the
     number into a pipe at once (`signal.set_wakeup_fd`), and a thread reads it.
@@ -19,7 +24,7 @@ def on_ending_signal(callback: Callable[[signal.Signals], None]) -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in ENDING:
         signal.signal(number, lambda *_: None)
-    threading.Thread(target=_listen, args=(reader, callback), name="signals", daemon=True).start()
+    threading.Thread(target=_listen, args=(reader, callback, echo_s), name="signals", daemon=True).start()
 
 
 def forget_ending_signals() -> None:
@@ -29,8 +34,11 @@ def forget_ending_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _listen(reader: int, callback: Callable[[signal.Signals], None]) -> None:
+def _listen(reader: int, callback: Callable[[signal.Signals], None], echo_s: float) -> None:
+    heard = -echo_s
     while True:
         for number in os.read(reader, 64):
-            if number in ENDING:
+            now = time.monotonic()
+            if number in ENDING and now - heard >= echo_s:
+                heard = now
                 callback(signal.Signals(number))

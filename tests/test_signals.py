@@ -39,7 +39,7 @@ def test_signals_are_heard_while_the_main_thread_sits_in_c_code(pipe: Pipe) -> N
     reader, writer = pipe
 
     def body() -> None:
-        on_ending_signal(lambda number: (os.write(writer, number.name.encode()), None)[1])
+        on_ending_signal(lambda number: (os.write(writer, number.name.encode()), None)[1], echo_s=0.0)
         os.write(writer, b"ready")
         sit_in_c_code()
 
@@ -49,6 +49,27 @@ def test_signals_are_heard_while_the_main_thread_sits_in_c_code(pipe: Pipe) -> N
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
             os.kill(child.pid, number)
             assert read_word(reader) == number.name.encode()
+
+
+def test_an_echo_is_not_heard(pipe: Pipe) -> None:
+    reader, writer = pipe
+
+    def body() -> None:
+        on_ending_signal(lambda number: (os.write(writer, number.name.encode()), None)[1], echo_s=DEADLINE_S)
+        signal.signal(signal.SIGUSR1, lambda *_: os.write(writer, b"after it"))
+        os.write(writer, b"ready")
+        while True:
+            signal.pause()
+
+    with Children() as children:
+        child = children.start(body)
+        assert read_word(reader) == b"ready"
+        os.kill(child.pid, signal.SIGTERM)
+        assert read_word(reader) == b"SIGTERM"
+        os.kill(child.pid, signal.SIGTERM)
+        os.kill(child.pid, signal.SIGUSR1)
+        assert read_word(reader) == b"after it"
+        assert not select.select([reader], [], [], 0.2)[0], "the second SIGTERM is the echo of the first"
 
 
 def test_in_a_forked_child_the_signals_end_it_again(pipe: Pipe) -> None:

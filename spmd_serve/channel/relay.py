@@ -7,6 +7,7 @@ An empty payload is the end. The ring is any object with enqueue (vLLM's Message
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from spmd_serve import codec
 from spmd_serve.channel.base import ChannelClosed, ChannelStopped, Deadline, Ring, RingReader
 
 END = b""
+_FULL_S = 0.005
 
 
 class Source(Protocol):
@@ -69,7 +71,9 @@ class Relay:
     def _put(self, payload: bytes | bytearray) -> None:
         while not self._closing:
             with suppress(TimeoutError):
-                return self._ring.enqueue(payload, timeout=Deadline(None).left())
+                return self._ring.enqueue(payload, timeout=0.0)
+            # vLLM's ring would spin for a place, and take the interpreter lock from this rank's long step.
+            time.sleep(_FULL_S)
         raise ChannelClosed("the relay is closed")
 
 

@@ -3,11 +3,13 @@
 import logging
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import vllm.envs as envs
 
 from spmd_serve import codec, cores
+from spmd_serve.channel.base import ChannelClosed
 from spmd_serve.channel.gloo import open_outbox
 from spmd_serve.channel.local import OwnLine
 from spmd_serve.channel.nccl import BellOutbox
@@ -25,6 +27,7 @@ from spmd_serve.engine.rank_channel import (
     ring_key,
 )
 from spmd_serve.engine.ring import RingInbox, RingOutbox
+from spmd_serve.errors import PeerLost
 from spmd_serve.liveness import BoardSlot, NullSlot
 from spmd_serve.rendezvous import connect_store, get_json, put_json, wait_keys
 from spmd_serve.topology import RankInfo
@@ -58,13 +61,18 @@ class DriverOutbox:
         self._slot.sent(network_bytes, self.sent_at - begun)
 
     def heartbeat(self) -> None:
-        """A sign of life to every rank."""
-        with self._lock:
+        """A sign of life to every rank. Never waits: what is full holds signs enough for a busy reader."""
+        if not self._lock.acquire(blocking=False):
+            return  # somebody sends
+        try:
             for way in self._ways:
                 if isinstance(way, BellOutbox):
                     way.heartbeat()
                 else:
-                    way.enqueue((HEARTBEAT, (), {}, None))
+                    with suppress(TimeoutError):
+                        way.enqueue((HEARTBEAT, (), {}, None), timeout=0.0)
+        finally:
+            self._lock.release()
         self.sent_at = time.monotonic()
 
     def wait_until_ready(self) -> None:
@@ -150,6 +158,10 @@ class DriverChannel:
         for rank in plan.ring:
             replies[rank].wait_until_ready()
 
+    def loaded(self) -> None:
+        """The ranks take batches now: this driver promises heartbeats to the watcher too."""
+        self._slot.state("ready")
+
     def start_heartbeat(self) -> None:
         """From now on the ranks hear from us at least every `heartbeat_s` seconds."""
         thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -158,9 +170,14 @@ class DriverChannel:
 
     def _beat(self) -> None:
         every = self._spec.heartbeat_s
+        self._slot.turn()
         while not self._ended.wait(max(0.05, self.outbox.sent_at + every - time.monotonic())):
+            self._slot.turn()
             if time.monotonic() - self.outbox.sent_at >= every:
-                self.outbox.heartbeat()
+                try:
+                    self.outbox.heartbeat()
+                except (PeerLost, ChannelClosed):
+                    return  # who is lost, and why, is the watcher's business
 
     def close(self, normal: bool) -> None:
         """Tell the ranks that the job is over (a normal end), and let go."""

@@ -133,6 +133,7 @@ class TorchrunExecutor(MultiprocExecutor):
             # vLLM 0.32 skips on CPU with --enforce-eager the warm-up that makes the stages' buffers,
             # and crashes at the first request without them.
             self.execute_dummy_batch()
+        self._channel.loaded()
 
     def shutdown(self) -> None:
         """Send the ranks home (a normal end) or only let go of the channel (after a failure)."""

@@ -21,6 +21,9 @@ from spmd_serve.liveness.stacks import ask_in_turn
 from spmd_serve.liveness.wire import BadLine, pack, unpack
 from spmd_serve.process import has_ended, open_pidfd, send_signal
 
+STOPPED = ("T", "t")
+"""States in /proc/PID/stat: stopped by a signal, or by a debugger."""
+
 
 class Court(Protocol):
     """What the watcher does with what its members say and show."""
@@ -132,7 +135,7 @@ class Members:
         now = time.monotonic()
         state = "gone"
         if reading is not None:
-            state = "stopped" if member.look is not None and member.look.state == "T" else reading.state
+            state = "stopped" if member.look is not None and member.look.state in STOPPED else reading.state
         in_flight = reading is not None and reading.started > reading.done
         return {
             "kind": member.hello.kind,
@@ -258,7 +261,7 @@ class Members:
             return
         reading = self._board.read(member.slot)
         sighting = Sighting(
-            member.look.state == "T", reading.started, reading.done, reading.turned_at, reading.state
+            member.look.state in STOPPED, reading.started, reading.done, reading.turned_at, reading.state
         )
         member.progress.see(sighting, self._court.now)
         if self._court.over or member.excused:
@@ -279,7 +282,8 @@ class Members:
         else:
             driver = member.hello.kind != "rank"
             weight = Weight.IDLE_DRIVER if driver else Weight.IDLE
-            self._accuse(member, trouble, weight, words.idle(who, for_s), for_s)
+            cause = words.silent(who, for_s) if driver else words.idle(who, for_s)
+            self._accuse(member, trouble, weight, cause, for_s)
 
     def _died(self, member: Member) -> None:
         if not member.alive:

@@ -74,6 +74,11 @@ def idle(who: str, for_s: float) -> str:
     return f"{who} hung: its loop has not turned for {seconds(for_s)}, although the driver sends heartbeats"
 
 
+def silent(who: str, for_s: float) -> str:
+    """A driver that sends no heartbeats any more."""
+    return f"{who} hung: it has sent no heartbeat for {seconds(for_s)}"
+
+
 def host_silent(where: str, for_s: float) -> str:
     """A host from which nothing comes any more."""
     return (
