@@ -49,6 +49,29 @@ def test_a_dead_engine_is_told_from_a_failed_request(errored: bool) -> None:
         assert asyncio.run(answering)["error"] == "no"
 
 
+@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
+def test_an_aborted_answer_is_no_answer(url: str) -> None:
+    """An engine core that got SIGTERM answers new requests with status 200, "abort" and no text."""
+    reasons: list[str] = []
+
+    class Aborting(Endpoints):
+        async def _handle(self, line: BatchLine) -> dict[str, Any]:
+            choices = [{"text": "", "finish_reason": reason} for reason in reasons]
+            return {"response": {"status_code": 200, "body": {"choices": choices}}, "error": None}
+
+        _complete = _handle
+
+    def answer() -> dict[str, Any]:
+        endpoints = Aborting(SimpleNamespace(vllm_config=None, errored=False), {}, None)
+        return asyncio.run(endpoints.answer(BatchLine(1, "a", url, {})))
+
+    reasons[:] = ["stop", "length"]
+    assert len(answer()["response"]["body"]["choices"]) == 2
+    reasons[:] = ["stop", "abort"]
+    with pytest.raises(PeerLost, match="told to end: what was finished is kept, run the same command again"):
+        answer()
+
+
 def environ() -> dict[str, str]:
     return {**os.environ, **stock.ENVIRON, "OMP_NUM_THREADS": "1"}
 

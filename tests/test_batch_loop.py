@@ -252,6 +252,20 @@ def test_a_signal_is_heard_while_a_pipe_is_silent(place: Place) -> None:
     assert "stopped by SIGTERM; 1 lines are done" in place.said[-1]
 
 
+def test_an_output_that_is_a_link(place: Place, tmp_path: Path) -> None:
+    """What is locked, and replaced by the sorted one, is the file that the link leads to."""
+    place.put_many(20)
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(place.output)
+    assert place.run(Engine(backwards), output_file=str(link), ordered=True) == ExitCode.OK
+    assert link.is_symlink() and not place.output.is_symlink()
+    assert [line["custom_id"] for line in place.lines()] == [f"id-{number}" for number in range(1, 21)]
+    running = prepare(place.options(output_file=str(link)), say=place.said.append)
+    with pytest.raises(UsageError, match="is being written by another run"):
+        prepare(place.options(), say=place.said.append)
+    running.close()
+
+
 def test_ordered(place: Place) -> None:
     place.put_many(60)
     assert place.run(Engine(backwards)) == ExitCode.OK

@@ -22,6 +22,7 @@ from spmd_serve.errors import ExitCode, PeerLost, UsageError
 COMPLETIONS = "/v1/completions"
 
 _DEAD = "EngineCore encountered an issue"
+_GO_ON = "what was finished is kept, run the same command again to go on"
 
 
 class EngineClient(Protocol):
@@ -119,14 +120,15 @@ class Endpoints:
         return cls(engine_client, registry, getattr(kept[0], "openai_serving_completion", None))
 
     async def answer(self, line: BatchLine) -> dict[str, Any]:
-        """The output object of one line. Raises PeerLost when the engine is dead."""
+        """The output object of one line. Raises PeerLost when the engine is dead, or about to end."""
         output = await (self._complete(line) if line.url == COMPLETIONS else self._handle(line))
-        if (output["response"] or {}).get("status_code", 200) >= 500:
+        response = output["response"] or {}
+        if response.get("status_code", 200) >= 500:
             await asyncio.sleep(0)
             if self._engine_client.errored or _DEAD in str(output["error"]):
-                raise PeerLost(
-                    "the engine is gone: what was finished is kept, run the same command again to go on"
-                )
+                raise PeerLost(f"the engine is gone: {_GO_ON}")
+        if _is_aborted(response.get("body")):
+            raise PeerLost(f"the engine was told to end: {_GO_ON}")
         return output
 
     async def _handle(self, line: BatchLine) -> dict[str, Any]:
@@ -188,6 +190,12 @@ _URLS = (
     "/score",
     "/rerank",
 )
+
+
+def _is_aborted(body: Any) -> bool:
+    """Whether an answer was cut: an engine core that got SIGTERM says "abort", with status 200."""
+    choices = (body.get("choices") if isinstance(body, dict) else None) or ()
+    return any(choice.get("finish_reason") == "abort" for choice in choices)
 
 
 def _refused(line: BatchLine, problem: Exception) -> dict[str, Any]:

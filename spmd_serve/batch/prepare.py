@@ -118,8 +118,10 @@ def _open_output(
 
 def local_path(options: BatchOptions) -> str:
     """The file that gets the answers. For a URL: named after it, without its query (signatures change)."""
-    if not is_url(options.destination):
-        return options.destination
+    path = options.destination
+    if not is_url(path):
+        # The lock and the renames of a rewrite are for the file itself, whatever links lead to it.
+        return os.path.realpath(path) if os.path.islink(path) and not _is_stream(path) else path
     parts = urlsplit(options.destination)
     digest = hashlib.sha256(f"{parts.netloc}{parts.path}".encode()).hexdigest()[:8]
     name = os.path.basename(parts.path) or "answers.jsonl"
