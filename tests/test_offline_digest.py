@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 import time
+from collections import UserList
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +81,7 @@ DIFFERENT: dict[str, tuple[object, object]] = {
     "where a text ends": (["ab", "c"], ["a", "bc"]),
     "a token": ([1, 2, 3], [1, 2, 4]),
     "a token too many": ([1, 2, 3], [1, 2, 3, 3]),
+    "what only acts as a list": (UserList("ab"), UserList("ac")),
     "a text of digits": (["1"], [1]),
     "a huge number": ([1, 2**70], [1, 2**71]),
     "None": ([None], ["None"]),

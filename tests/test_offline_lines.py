@@ -139,6 +139,27 @@ def test_an_error_is_everybodys(to_all: bool) -> None:
     assert run([script] * RANKS) == [["bad", 7]] * RANKS
 
 
+@pytest.mark.parametrize("to_all", [True, False])
+def test_an_error_of_the_merge_is_everybodys(to_all: bool) -> None:
+    """A script may catch it on rank 0: nobody may be left waiting."""
+
+    def merge(parts: list[Outcome]) -> Outcome:
+        raise ValueError("these do not fit together")
+
+    def script(lines: Lines, rank: int) -> Any:
+        call(lines, 1)
+        try:
+            lines.conclude(Outcome(1) if rank == 0 else None, merge, to_all).take()
+        except ValueError as error:
+            text = str(error)
+        call(lines, 2)
+        answer = lines.conclude(Outcome(7) if rank == 0 else None, first, True).take()
+        leave(lines, 3)
+        return [text, answer]
+
+    assert run([script] * RANKS) == [["these do not fit together", 7]] * RANKS
+
+
 def test_what_may_not_cross_is_an_error_on_all_ranks() -> None:
     def script(lines: Lines, rank: int) -> Any:
         call(lines, 1)

@@ -1,5 +1,6 @@
 """Data parallel: whose prompts are whose, and the order of the answers."""
 
+from collections import UserList
 from typing import Any
 
 import pytest
@@ -31,6 +32,16 @@ def test_every_prompt_is_answered_once_and_in_order(count: int, replicas: int) -
     assert answers("generate", {"prompts": prompts, "sampling_params": params}, replicas) == list(
         zip(prompts, params, strict=True)
     )
+
+
+def test_what_acts_as_a_list_is_spread_too() -> None:
+    """A column of a data set, say; also what goes alongside."""
+    arguments = {"prompts": UserList("abc"), "sampling_params": UserList([1, 2, 3])}
+    assert spread("generate", arguments, 2) == [
+        ({"prompts": ["a", "c"], "sampling_params": [1, 3]}, [0, 2]),
+        ({"prompts": ["b"], "sampling_params": [2]}, [1]),
+    ]
+    assert spread("generate", {"prompts": b"ab"}, 2)[1] == (None, [])
 
 
 def test_the_work_is_even() -> None:

@@ -66,7 +66,7 @@ def _feed_known(feed: Feed, value: Any, depth: int) -> None:
         feed(bytes(value))
     elif _is_tensor(value):
         _tag(feed, "tensor", f"{_name(kind)} {value.dtype} {_shape(value)}")
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, Sequence) and not isinstance(value, str):  # a column of a data set, too
         _feed_sequence(feed, value, depth)
     elif isinstance(value, Mapping):
         _feed_unordered(feed, "mapping", value.items(), depth)
@@ -84,7 +84,7 @@ def _feed_known(feed: Feed, value: Any, depth: int) -> None:
 
 def _feed_sequence(feed: Feed, value: Sequence[object], depth: int) -> None:
     _tag(feed, "sequence", str(len(value)))
-    if value and type(value[0]) is int:
+    if len(value) and type(value[0]) is int:
         try:
             tokens = array.array("q", cast(Sequence[int], value)).tobytes()
         except (TypeError, OverflowError):

@@ -135,7 +135,10 @@ class RootLines:
         parts = [part]
         for rank in self._drivers:
             parts.append(Outcome.from_plain(self._inboxes[rank].dequeue(indefinite=True)))
-        outcome = merge(parts)
+        try:
+            outcome = merge(parts)
+        except Exception as problem:  # members wait for a word, whatever it is
+            outcome = Outcome(error=problem)
         told = outcome if to_all or outcome.error is not None else Outcome()
         try:
             self._outbox.enqueue(told.to_plain())

@@ -1,7 +1,7 @@
 """Data parallel: which prompts a replica answers, and how the parts become one answer again. Pure."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 Arguments = dict[str, Any]
 
@@ -43,7 +43,7 @@ def spread(method: str, arguments: Arguments, replicas: int) -> list[tuple[Argum
         part = dict(arguments)
         for name in (*works, *ALONGSIDE):
             value = part.get(name)
-            if name in works or (isinstance(value, list | tuple) and len(value) == count):
+            if name in works or (_is_sequence(value) and len(value) == count):
                 part[name] = [part[name][place] for place in places]
         if replica > 0 and "use_tqdm" in part:
             part["use_tqdm"] = False
@@ -71,9 +71,14 @@ def combine(method: str, parts: Sequence[Any]) -> Any:
 
 def _is_list(method: str, value: Any) -> bool:
     """Whether it is several prompts: no text, no prompt as a dictionary or as tokens, no single chat."""
-    if not isinstance(value, list | tuple):
+    if not _is_sequence(value):
         return False
-    first = value[0] if value else None
+    first = value[0] if len(value) else None
     if method in ("chat", "enqueue_chat"):
         return not isinstance(first, Mapping)
     return not isinstance(first, int)
+
+
+def _is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Also what only acts as a list, such as a column of a data set; no text, and no mapping."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | Mapping)
