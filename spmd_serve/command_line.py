@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spmd_serve import elastic
+from spmd_serve.channel.plan import check_backend
 from spmd_serve.errors import UsageError
 from spmd_serve.flags import Early, host_name
 from spmd_serve.identity import DIRECTORY, NO_WEIGHTS
@@ -28,6 +29,7 @@ def agree(
     with job.voting("the command line"):
         args = parse_serve(early.rest, more_flags)
         layout = resolve_layout(job, args.given_sizes)
+        check_backend(job.flags.control_backend, job.flags.lb, layout, membership.cluster)
         apply_layout(args, layout)
     with job.voting("the model's files"):
         check_model(args.model)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NoReturn
 
+from spmd_serve import config_file
 from spmd_serve.errors import UsageError
 from spmd_serve.load_balancing import KINDS
 
@@ -129,6 +130,7 @@ class Early:
     flags: Flags
     subcommand: str
     rest: tuple[str, ...]
+    """The command line after the subcommand, ``--config`` as it was given."""
     host: str | None
     ports: tuple[int, ...]
     """``--port``: the first port of each host, or one for each of a host's endpoints."""
@@ -156,7 +158,10 @@ def normalise(argv: Sequence[str]) -> list[str]:
 
 
 def parse_early(argv: Sequence[str]) -> Early:
-    """Read the command line without vLLM. Raises UsageError for a bad value of one of our flags."""
+    """Read the command line, and the file that ``--config`` names, without vLLM.
+
+    Raises UsageError for a bad value of one of our flags, or such a file.
+    """
     words = list(argv)
     subcommand = "serve"
     if words and words[0] in SUBCOMMANDS:
@@ -171,7 +176,8 @@ def parse_early(argv: Sequence[str]) -> Early:
     parser.add_argument("--data-parallel-external-lb", "-dpe", action=argparse.BooleanOptionalAction)
     parser.add_argument("--data-parallel-hybrid-lb", "-dph", action=argparse.BooleanOptionalAction)
     parser.add_argument("--version", action="store_true")
-    namespace, _ = parser.parse_known_args(normalise(words))
+    expanded = config_file.expand(words, parser)
+    namespace, _ = parser.parse_known_args(normalise(expanded))
     return Early(
         flags=Flags.from_namespace(namespace),
         subcommand=subcommand,

@@ -1,6 +1,8 @@
 """The HTTP port is ours from before loading on, and a taken one is said at once."""
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,30 @@ def test_unix_socket_left_by_a_killed_server_is_taken_over(tmp_path: Path) -> No
         door.sock.listen()
         with pytest.raises(UsageError, match="--uds"):
             open_door(None, 0, path)
+
+
+def test_a_unix_socket_of_a_server_that_still_loads_is_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "door.sock")
+    holder = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); print(flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", holder + "; input()", path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"\n"
+        monkeypatch.chdir(tmp_path)
+        for name in (path, "door.sock"):
+            with pytest.raises(UsageError, match=f"--uds {path} cannot be bound: Address already in use"):
+                open_door(None, 0, name)
+        with pytest.raises(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+        other.kill()
+    open_door(None, 0, path).sock.close()
+
+
+def test_two_servers_that_still_load_cannot_share_a_unix_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with open_door(None, 0, "door.sock").sock, pytest.raises(UsageError, match="--uds"):
+        open_door(None, 0, str(tmp_path / "door.sock"))

@@ -30,7 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         *("errors", "messages", "process", "signals", "log", "report", "flags", "control", "start_table"),
         *("topology", "torchrun_env", "network", "cores", "identity", "allowed_classes", "codec"),
         *("store", "numbering", "handshake", "votes", "agreement", "elastic", "spinning", "liveness."),
-        *("load_balancing", "spawned"),
+        *("load_balancing", "spawned", "config_file"),
     ),
     ("rendezvous", "channel."),
     ("engine.",),

@@ -1,9 +1,12 @@
 """The shape of a replica's control channel."""
 
+from dataclasses import replace
+
 import pytest
 
-from spmd_serve.channel.plan import ChannelPlan, driver_node, plan_channel
-from spmd_serve.topology import Layout
+from spmd_serve.channel.plan import ChannelPlan, check_backend, driver_node, plan_channel
+from spmd_serve.errors import UsageError
+from spmd_serve.topology import Cluster, Layout
 from tests.support.cluster import cluster
 
 
@@ -43,3 +46,37 @@ def test_flat_gloo_and_nccl() -> None:
 def test_where_a_replicas_driver_lives(lb: str, nodes: list[int]) -> None:
     layout, hosts = Layout(2, 1, 2), cluster(2, 2)
     assert [driver_node(lb, layout, hosts, replica) for replica in range(2)] == nodes
+
+
+def on_gpus(*ranks_per_node: int) -> Cluster:
+    ranks = cluster(*ranks_per_node).ranks
+    return Cluster(tuple(replace(info, device=f"cuda:{info.local_rank}") for info in ranks))
+
+
+@pytest.mark.parametrize(
+    ("lb", "layout", "nodes"),
+    [
+        ("internal", Layout(2, 2, 1), (2, 2)),
+        ("internal", Layout(2, 1, 2), (4,)),
+        ("hybrid", Layout(2, 1, 2), (2, 2)),
+        ("external", Layout(2, 1, 2), (2, 2)),
+    ],
+)
+def test_nccl_where_every_driver_has_its_first_rank_beside_it(
+    lb: str, layout: Layout, nodes: tuple[int, ...]
+) -> None:
+    check_backend("nccl", lb, layout, on_gpus(*nodes))
+
+
+def test_nccl_is_refused_where_a_driver_is_not_on_its_first_ranks_host() -> None:
+    with pytest.raises(
+        UsageError, match=r"--control-backend nccl .* replica 1 is driven on host0 .*--lb hybrid"
+    ):
+        check_backend("nccl", "internal", Layout(2, 1, 2), on_gpus(2, 2))
+    check_backend("auto", "internal", Layout(2, 1, 2), on_gpus(2, 2))
+
+
+def test_nccl_is_refused_on_cpus() -> None:
+    with pytest.raises(UsageError, match=r"--control-backend nccl needs GPUs, but rank 0 on host0 .*gloo"):
+        check_backend("nccl", "internal", Layout(2, 1, 1), cluster(2))
+    check_backend("gloo", "internal", Layout(2, 1, 1), cluster(2))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from spmd_serve.errors import UsageError
 from spmd_serve.topology import Cluster, Layout
 
 
@@ -25,6 +26,29 @@ class ChannelPlan:
             if rank in ranks:
                 return leader
         return None
+
+
+def check_backend(backend: str, lb: str, layout: Layout, cluster: Cluster) -> None:
+    """Raises UsageError where ``nccl`` cannot work: without GPUs, or with a driver far from its first rank.
+
+    That rank has the driver's messages by a ring of their host.
+    """
+    if backend != "nccl":
+        return
+    for info in cluster.ranks:
+        if info.device == "cpu":
+            raise UsageError(
+                f"--control-backend nccl needs GPUs, but {info} computes on a CPU: leave it out (auto), or "
+                "write --control-backend gloo"
+            )
+    for replica in range(layout.dp):
+        first, home = layout.first_rank(replica), driver_node(lb, layout, cluster, replica)
+        if cluster.node_of(first) != home:
+            raise UsageError(
+                f"--control-backend nccl needs each replica's first rank on its driver's host, but with --lb "
+                f"{lb} replica {replica} is driven on {cluster.hosts[home]} and begins with "
+                f"{cluster.ranks[first]}: leave it out (auto), or write --lb hybrid or --lb external"
+            )
 
 
 def driver_node(lb: str, layout: Layout, cluster: Cluster, replica: int) -> int:

@@ -15,6 +15,7 @@ from vllm.entrypoints.launchers.cli_args import (
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from spmd_serve import config_file
 from spmd_serve import flags as our_flags
 from spmd_serve.control import ADDITIONAL_CONFIG_KEY, ControlSpec
 from spmd_serve.elastic import AUTO
@@ -72,7 +73,8 @@ def number_or_auto(text: str) -> int | str:
 def parse_serve(argv: Sequence[str], more: AddFlags | None = None) -> argparse.Namespace:
     """Parse and validate a serve command line. Raises UsageError, one line, for anything wrong in it."""
     parser = make_parser(more)
-    args: argparse.Namespace = parser.parse_args(list(argv))
+    argv = config_file.expand(argv, parser)
+    args: argparse.Namespace = parser.parse_args(argv)
     if args.model_tag is not None:
         args.model = args.model_tag
     defaults = {action.dest: action.default for action in parser._actions}

@@ -10,6 +10,9 @@ from spmd_serve.errors import UsageError
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Hosts that mean all addresses, and where such a server can be reached on its own host."""
 
+_UNCONNECTED = "01"
+"""SS_UNCONNECTED in /proc/net/unix: bound, listening or not yet."""
+
 
 @dataclass(frozen=True)
 class Door:
@@ -79,6 +82,7 @@ def _why_not(problem: OSError, host: str | None, port: int) -> str:
 
 
 def _open_unix(path: str) -> Door:
+    path = os.path.realpath(path)  # by which other servers know it, wherever they were started
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(path)
@@ -92,12 +96,19 @@ def _open_unix(path: str) -> Door:
 
 
 def _is_stale(path: str) -> bool:
-    """A socket file that nobody listens on, left by a killed server."""
+    """A socket file left by a killed server: nobody listens on it, or has bound it by this path to do so."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            return True
+            return path not in _bound_paths()
         except OSError:
             return False
     return False
+
+
+def _bound_paths() -> set[str]:
+    """Where this network namespace's Unix sockets are bound; connections of a listening one are left out."""
+    with open("/proc/net/unix", errors="surrogateescape") as table:
+        rows = [line.rstrip("\n").split(None, 7) for line in table]
+    return {row[7] for row in rows if len(row) == 8 and row[5] == _UNCONNECTED}
