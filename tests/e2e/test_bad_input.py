@@ -24,6 +24,7 @@ USAGE = 2  # exit code of a rank; torchrun's own is then 1
 WRONG = {
     "an unknown flag": (["--max-model-lenght=512"], "unrecognized arguments: --max-model-lenght=512"),
     "a flag that is torchrun's": (["--nnodes=2"], "--nnodes contradicts torchrun: write torchrun --nnodes"),
+    "a backend that needs GPUs": (["--control-backend=nccl"], "--control-backend nccl needs GPUs"),
     "a value that vLLM refuses": (["--max-model-len=99999"], "max_model_len (99999) is greater than"),
 }
 
