@@ -163,6 +163,20 @@ class TestWhatDiffers:
         assert len(said[0]) == 1 and said[0] == said[1]
         assert "has no weight files on node1" in said[0][0]
 
+    def test_the_control_key(self, hosts: Hosts, tiny_qwen3: Path, tmp_path: Path) -> None:
+        """Another file lies on node1 at the same path: its watcher cannot join the head's."""
+        key, other = tmp_path / "key", tmp_path / "other"
+        key.write_text("a secret")
+        other.write_text("another secret")
+        mount = ["sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', str(other), str(key)]
+        light = dict.fromkeys(hosts.names, "tests.support.light_job")
+        flags = [f"--control-key-file={key}", "--join-timeout=12", "--rank-timeout=3"]
+        job = hosts_job(hosts, tiny_qwen3, tmp_path, *flags, prefix={"node1": mount}, modules=light)
+        codes = job.exit_codes(END_S)
+        assert all(code not in (0, -signal.SIGKILL) for code in codes.values())
+        assert "could not join that of the head" in first_cause(job.servers["node1"])
+        assert "dropped a connection from" in job.servers["node0"].text()
+
 
 def test_a_node_that_never_joins_is_named(hosts: Hosts, tiny_qwen3: Path, tmp_path: Path) -> None:
     """Its agent is there, or torchrun itself would still wait; its rank is not."""
