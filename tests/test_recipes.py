@@ -78,7 +78,6 @@ def test_several_nodes(
         assert answers(hosts.address("node0"), PORT, tiny_qwen3) == expected
 
 
-@pytest.mark.by_hand  # needs minutes of both cores; not seen to pass on the latest code yet
 @pytest.mark.timeout(600)
 def test_quickstart(tmp_path: Path) -> None:
     command = [str(LAUNCH / "quickstart.sh"), "--once", "--port", str(free_port())]

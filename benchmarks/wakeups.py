@@ -1,0 +1,121 @@
+"""What a wait of a CPU rank costs, and who makes it cheaper: gloo's all-reduce beside processes that poll.
+
+    python -m benchmarks.wakeups
+
+Two ranks, each bound to a core of its own, alternate between a small product and an all-reduce of 1 KiB, as a
+tensor parallel step does. Beside them, bound to the same cores, run processes that only call sched_yield():
+as what polls for the next message does. Each in the ranks' session, or in one of its own (Linux then makes
+it a scheduling group of its own: sched_autogroup). Prints microseconds per round, the median of the repeats.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any
+
+from spmd_serve.process import die_with_parent
+
+WORLD = 2
+DEADLINE_S = 120.0
+CASES: dict[str, tuple[bool, tuple[int, ...]]] = {
+    "nobody polls": (False, ()),
+    "one poller, on rank 0's core": (False, (0,)),
+    "two pollers": (False, (0, 1)),
+    "ranks in sessions of their own, nobody polls": (True, ()),
+    "ranks and one poller in sessions of their own": (True, (0,)),
+    "ranks and two pollers in sessions of their own": (True, (0, 1)),
+}
+"""Name: whether each process has a session of its own, and beside which ranks somebody polls."""
+
+
+def prepare(core: int, own_session: bool) -> None:
+    """Where this process runs, and that it does not outlive its parent."""
+    die_with_parent(os.getppid())
+    if own_session:
+        os.setsid()
+    os.sched_setaffinity(0, {core})
+
+
+def rank(
+    number: int, core: int, own_session: bool, meeting: str, asked: argparse.Namespace, out: Any
+) -> None:
+    """One rank; rank 0 hands in the microseconds per round of each repeat."""
+    prepare(core, own_session)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=WORLD)
+    sent, weights = torch.ones(1, 256), torch.randn(256, 1024)
+    seen = []
+    for _ in range(asked.repeats + 1):
+        started = time.perf_counter()
+        for _ in range(asked.rounds):
+            sent @ weights
+            dist.all_reduce(sent)
+            sent.fill_(1.0)
+        seen.append((time.perf_counter() - started) / asked.rounds * 1e6)
+    if number == 0:
+        out.put(seen[1:])
+    dist.barrier()
+
+
+def poll(core: int, own_session: bool, end: "Synchronized[int]") -> None:
+    """Yields, and looks whether it is time to end."""
+    prepare(core, own_session)
+    while not end.value:
+        os.sched_yield()
+
+
+def measure(own_sessions: bool, pollers: tuple[int, ...], asked: argparse.Namespace) -> float:
+    """Microseconds per round."""
+    fork = multiprocessing.get_context("fork")
+    cores = sorted(os.sched_getaffinity(0))[:WORLD]
+    end, out = fork.Value("i", 0, lock=False), fork.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            fork.Process(target=poll, args=(cores[beside], own_sessions, end), daemon=True)
+            for beside in pollers
+        ]
+        meeting = str(Path(folder) / "meeting")
+        started += [
+            fork.Process(
+                target=rank, args=(number, cores[number], own_sessions, meeting, asked, out), daemon=True
+            )
+            for number in range(WORLD)
+        ]
+        try:
+            for process in started:
+                process.start()
+            return float(statistics.median(out.get(timeout=DEADLINE_S)))
+        finally:
+            end.value = 1
+            for process in started:
+                process.join(10.0)
+                process.kill()
+
+
+def main() -> int:
+    """Prints one line for each case."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=1500, help="of one repeat")
+    parser.add_argument("--repeats", type=int, default=5)
+    asked = parser.parse_args()
+    if len(os.sched_getaffinity(0)) < WORLD:
+        print("needs two cores", file=sys.stderr)
+        return 1
+    for name, (own_sessions, pollers) in CASES.items():
+        print(f"{name}: {measure(own_sessions, pollers, asked):.0f} us", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
