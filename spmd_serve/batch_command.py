@@ -9,13 +9,20 @@ from spmd_serve.batch.fingerprint import answer_flags
 from spmd_serve.batch.outputs import take_stdout
 from spmd_serve.command_line import agree, engine_config
 from spmd_serve.drivers import end, start_child
-from spmd_serve.errors import ExitCode, SpmdError, UsageError
+from spmd_serve.errors import ExitCode, SpmdError, Stopped, UsageError
 from spmd_serve.flags import Early, host_name
 from spmd_serve.job import Job
 from spmd_serve.liveness.proc import started_ticks
 from spmd_serve.probe_port import open_probes
 from spmd_serve.report import report
 from spmd_serve.serve import control_spec, print_table, run_shard
+from spmd_serve.store import FOREVER_S
+
+
+class BatchJob(Job):
+    """A job that has not done what it was started for when it ends early."""
+
+    early_end = Stopped("the batch was stopped before its end: run the same command again to go on")
 
 
 def batch(early: Early) -> int:
@@ -29,7 +36,7 @@ def batch(early: Early) -> int:
         )
     take_stdout()  # ranks share it, and one of them may write answers there
     fork_engines = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
-    job = Job.enter(early.flags)
+    job = BatchJob.enter(early.flags)
     with job.reported():
         open_probes(job)
         args, layout = agree(job, early, BatchOptions.add_to)
@@ -61,11 +68,14 @@ def print_help(early: Early) -> int:
 
 
 def open_files(job: Job, args: argparse.Namespace, options: BatchOptions) -> Prepared | None:
-    """On rank 0: open the input, lock the output, compare both with what an earlier run left."""
+    """On rank 0: open the input, lock the output, compare both with what an earlier run left.
+
+    A download, or a terabyte to compare, takes as long as it takes; the others wait.
+    """
     from spmd_serve.engine.config import make_parser
 
     prepared = None
-    with job.voting("the batch's files"):
+    with job.voting("the batch's files", FOREVER_S):
         if job.membership.me.rank == 0:
             agent = job.env.agent_pid
             launch = Launch(f"{host_name()}:{agent}:{started_ticks(agent)}", job.env.restart_count > 0)
@@ -86,13 +96,20 @@ def is_complete(job: Job, prepared: Prepared | None) -> bool:
 
 def finish(job: Job, prepared: Prepared | None) -> int:
     """Nothing is left to ask: sort, upload and sum up on rank 0, then leave together."""
-    code = ExitCode.OK
-    job.serving = True  # this function ends the process, not the announced end
-    if prepared is not None:
-        code = asyncio.run(finish_batch(prepared))
-        job.announce_end()
+    from spmd_serve.rendezvous import get_json, leave_together, put_json
+
+    store, key, code = job.membership.store, "batch/finished", ExitCode.OK
+    if prepared is None:
+        get_json(store, key, FOREVER_S, "the sorted and uploaded output", "rank 0", job.say)
     else:
+        code = asyncio.run(finish_batch(prepared))
+        put_json(store, key, True)
+    job.serving, job.early_end = True, None
+    leave_together(store, "batch/told", len(job.membership.cluster.ranks))  # or some take the end for early
+    if prepared is None:
         job.leave_together(job.flags.join_timeout)
+    else:
+        job.announce_end()
     return code
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from multiprocessing.context import ForkProcess
 
+from spmd_serve import log
 from spmd_serve.control import ControlSpec
+from spmd_serve.errors import ExitCode, SpmdError
 from spmd_serve.liveness import Verdict, WatcherLink
 from spmd_serve.process import die_with_parent, send_signal, wait_readable
 from spmd_serve.signals import forget_ending_signals
@@ -48,15 +50,18 @@ class DriverChild:
         spec: ControlSpec,
         fork_engines: bool,
         part: tuple[int, int] = (0, 1),
+        early_end: SpmdError | None = None,
     ) -> "DriverChild":
         """Fork, and run `body` there; what it returns is the exit code.
 
         Call before any thread of torch runs and before CUDA is touched. `name`: "API server" or "batch run".
         `fork_engines`: nobody asked for another way (VLLM_WORKER_MULTIPROC_METHOD) to start engine cores.
-        `part`: which of how many endpoints it is.
+        `part`: which of how many endpoints it is. `early_end`: see `Job.early_end`.
         """
         process = multiprocessing.get_context("fork").Process(
-            target=_run, args=(name, body, spec, fork_engines, part), name=name.title().replace(" ", "")
+            target=_run,
+            args=(name, body, spec, fork_engines, part, early_end),
+            name=name.title().replace(" ", ""),
         )
         # SIGTERM may come at once, and must not kill a child that can't yet turn it into an orderly end.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -111,7 +116,12 @@ def how_ended(name: str, code: int) -> str:
 
 
 def _run(
-    name: str, body: Callable[[], int], spec: ControlSpec, fork_engines: bool, part: tuple[int, int]
+    name: str,
+    body: Callable[[], int],
+    spec: ControlSpec,
+    fork_engines: bool,
+    part: tuple[int, int],
+    early_end: SpmdError | None,
 ) -> None:
     # A process group of its own: a signal to that of the job reaches it only through rank 0, which decides
     # whether that means drain. It stays in the session that torchrun made for the rank (see spinning.py);
@@ -136,8 +146,10 @@ def _run(
 
         vLLM would wait for the cores first, and then kill them; so they die with this process.
         """
+        if early_end is not None:
+            log.say(f"spmd_serve: {early_end}")
         link.announce_end(part=part[0], of=part[1])
-        os._exit(0)
+        os._exit(ExitCode.OK if early_end is None else early_end.exit_code)
 
     code = 0
     try:

@@ -29,7 +29,7 @@ def start_child(
     from spmd_serve.engine.config import apply_executor
 
     apply_executor(args, spec)
-    child = DriverChild.start(name, body, spec, fork_engines, job.part)
+    child = DriverChild.start(name, body, spec, fork_engines, job.part, job.early_end)
     job.drain_with(lambda reason: child.drain())
     job.before_exit(lambda: child.wait(LAST_WORDS_S))
     child.watch(lambda code: _child_ended(job, name, code))

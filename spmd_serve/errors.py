@@ -29,6 +29,12 @@ class PeerLost(SpmdError):
     """Somebody of this job is gone or silent: names the rank, its host and the cause."""
 
 
+class Stopped(SpmdError):
+    """Ended when asked to, before the work was done."""
+
+    exit_code = ExitCode.STOPPED
+
+
 def missing_package(problem: Exception) -> UsageError | None:
     """What to tell a person when torch or vLLM, or a part of them, cannot be imported; None for others."""
     name = problem.name if isinstance(problem, ImportError) else None

@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from spmd_serve import cores, log, network
 from spmd_serve.errors import ExitCode, PeerLost, SpmdError, is_of_a_peer, missing_package
@@ -38,6 +38,8 @@ class Job:
 
     as_torchrun = False
     """Whether ranks keep torchrun's numbers, wherever the head is."""
+    early_end: SpmdError | None = None
+    """What is said, and whose exit code it is, when the job ends as asked before it serves; None: code 0."""
 
     def __init__(self, flags: Flags, env: TorchrunEnv) -> None:
         self.flags = flags
@@ -167,24 +169,19 @@ class Job:
         if self.env.local_rank == 0:
             log.say(f"spmd_serve: {text}")
 
-    def vote(self, what: str, problem: SpmdError | None) -> None:
-        """See `votes.vote`: returns when `what` went well on all ranks, else raises the same on all."""
+    def vote(self, what: str, problem: SpmdError | None, timeout_s: float | None = None) -> None:
+        """See `votes.vote`: returns when `what` went well on all ranks, else raises the same on all.
+
+        `timeout_s`: seconds to wait for the others (``--join-timeout`` unless given).
+        """
         from spmd_serve.votes import vote
 
-        membership = self.membership
-        vote(
-            membership.store,
-            membership.me,
-            membership.cluster,
-            what,
-            problem,
-            self.flags.join_timeout,
-            self.say,
-        )
+        seat, patience_s = self.membership, self.flags.join_timeout if timeout_s is None else timeout_s
+        vote(seat.store, seat.me, seat.cluster, what, problem, patience_s, self.say)
 
     @contextmanager
-    def voting(self, what: str) -> Iterator[None]:
-        """Vote on the block: its SpmdError becomes everybody's."""
+    def voting(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
+        """Vote on the block: its SpmdError becomes everybody's. `timeout_s`: see `vote`."""
         problem: SpmdError | None = None
         try:
             yield
@@ -194,7 +191,7 @@ class Job:
             problem = missing_package(error)
             if problem is None:
                 raise
-        self.vote(what, problem)
+        self.vote(what, problem, timeout_s)
 
     @contextmanager
     def reported(self) -> Iterator[None]:
@@ -218,7 +215,7 @@ class Job:
     def _leave_if_ended(self, problem: Exception) -> None:
         """After the announced end, a peer that is gone has only left earlier."""
         if self._ended.is_set() and is_of_a_peer(problem):
-            os._exit(ExitCode.OK)
+            self._leave()
 
     def drain_with(self, on_drain: Callable[[str], None]) -> None:
         """What to do when somebody asks the job to finish; at once, if that happened already."""
@@ -256,17 +253,34 @@ class Job:
 
     def _end_early(self) -> None:
         self.link.announce_end()
-        self._linger()
-        os._exit(ExitCode.OK)
+        self._leave()
 
     def _end(self) -> None:
         self._ended.set()
         if not self.serving:
-            self._linger()
-            os._exit(ExitCode.OK)
-        timer = threading.Timer(END_S, os._exit, (ExitCode.OK,))
+            self._leave()
+        stopped = self._stopped
+        code = ExitCode.OK if stopped is None else stopped.exit_code
+        timer = threading.Timer(END_S, os._exit, (code,))
         timer.daemon = True
         timer.start()
+
+    @property
+    def _stopped(self) -> SpmdError | None:
+        is_early = not self.serving or self._drain_asked is not None
+        return self.early_end if is_early else None
+
+    def _leave(self) -> NoReturn:
+        """End after the job's end, wherever this process is."""
+        self._linger()
+        with self._lock:  # a second thread may come here: it waits for the end
+            stopped = self._stopped
+            if stopped is None:
+                os._exit(ExitCode.OK)
+            if self._on_drain is None:  # else the child has said it
+                self.say(str(stopped))
+            report(stopped, quiet=True)
+            os._exit(stopped.exit_code)
 
     def leave_together(self, timeout_s: float) -> None:
         """After this rank's driver has said stop: wait for the end of the whole job.

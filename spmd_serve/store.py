@@ -13,6 +13,9 @@ from spmd_serve.errors import PeerLost, SpmdError
 Say = Callable[[str], None]
 Answer = TypeVar("Answer")
 
+FOREVER_S = 365 * 24 * 3600.0
+"""Work takes as long as it takes: who dies or hangs meanwhile is the watcher's business, which ends us."""
+
 FIRST_WORD_S = 3.0
 NEXT_WORD_S = 10.0
 _SILENT_S = 20.0

@@ -1,6 +1,7 @@
-"""What a finished batch ends with, as torchrun can see it."""
+"""What a batch does before and after its lines, and what it ends with, as torchrun can see it."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,12 @@ import pytest
 from spmd_serve.batch import BatchOptions
 from spmd_serve.batch_command import exit_code
 from spmd_serve.errors import ExitCode
+from tests.support.batch import Engine, Place, backwards
+from tests.support.job import ROOT
+from tests.support.server import Server
+from tests.support.torchrun import plain_environ, torchrun_command
 
+DEADLINE_S = 60.0
 OPTIONS = BatchOptions(input_file="in.jsonl", output_file="out.jsonl")
 
 
@@ -38,3 +44,35 @@ def test_failed_lines_are_no_reason_to_start_again() -> None:
     said: list[str] = []
     assert exit_code(job(2, 3, said), OPTIONS, ExitCode.LINES_FAILED) == ExitCode.OK
     assert "torchrun would start the finished run again" in said[0]
+
+
+def run_complete(what: str, place: Place, log: Path) -> tuple[int, str]:
+    """Two ranks whose lines are all answered (see tests/support/batch_job.py): code, and what was said."""
+    place.put_many(20)
+    assert place.run(Engine(backwards)) == ExitCode.OK
+    words = [what, str(place.input), str(place.output)]
+    command = torchrun_command(2, words, module="tests.support.batch_job")
+    with Server(command, log, environ=plain_environ(PYTHONPATH=str(ROOT))) as server:
+        return server.wait_exit(DEADLINE_S), server.text()
+
+
+def test_ranks_wait_for_work_that_takes_longer_than_they_wait_for_each_other(tmp_path: Path) -> None:
+    """Reading, comparing, sorting and uploading are rank 0's; the others say what they wait for."""
+    place = Place(tmp_path)
+    code, text = run_complete("patient", place, tmp_path / "log")
+    assert code == 0, text
+    assert "rank 0 ends with 0" in text
+    assert "rank 1: waiting for the vote on the batch's files of rank 0" in text
+    assert "rank 1: waiting for the sorted and uploaded output of rank 0" in text
+    assert [line["custom_id"] for line in place.lines()] == [f"id-{number}" for number in range(1, 21)]
+
+
+@pytest.mark.parametrize("what", ["stop_in_files", "stop_in_sort"])
+def test_a_batch_that_is_stopped_outside_of_its_lines_says_so(what: str, tmp_path: Path) -> None:
+    code, text = run_complete(what, Place(tmp_path), tmp_path / "log")
+    assert code == 1  # torchrun's
+    for rank in (0, 1):
+        told = f"rank {rank}: the batch was stopped before its end: run the same command again to go on"
+        assert text.count(told) == 1, text
+    assert len(re.findall(r"exitcode *: 4 ", text)) == 2, text
+    assert "ends with" not in text

@@ -24,7 +24,16 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 # Flags of other programs that the pages call, and one that stands for any.
 OTHERS = {"--index-url", "--once", "--flag"}
 
-ERRORS = ("UsageError", "PeerLost", "SpmdError", "RefusedClass", "MessageTooLong", "PeerSilent", "BadFrame")
+ERRORS = (
+    "UsageError",
+    "PeerLost",
+    "SpmdError",
+    "RefusedClass",
+    "MessageTooLong",
+    "PeerSilent",
+    "BadFrame",
+    "Stopped",
+)
 SHORTEST = 10
 SHOWN = 24
 """How much of a message's fixed part the page must have at least, characters."""

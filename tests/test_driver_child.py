@@ -10,6 +10,7 @@ import pytest
 
 from spmd_serve import driver_child
 from spmd_serve.driver_child import LOADING_TIMEOUT_S, PLUGIN, prepare_environ
+from spmd_serve.errors import Stopped
 from spmd_serve.liveness import WatcherLink
 
 
@@ -93,14 +94,18 @@ def sleep_in_vain() -> int:
     return 1
 
 
-def test_sigterm_right_after_the_start_is_an_orderly_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("early_end", "code"), [(None, 0), (Stopped("not done"), 4)])
+def test_sigterm_right_after_the_start_is_an_orderly_end(
+    early_end: Stopped | None, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Even when it comes before the child's first line; a child is asked to drain as soon as it is there."""
     monkeypatch.setattr(WatcherLink, "connect", lambda *args, **kwargs: mock.Mock())
     spec = mock.Mock(watcher="@none", join_timeout_s=1.0)
-    child = driver_child.DriverChild.start("API server", sleep_in_vain, spec, False)
+    child = driver_child.DriverChild.start("API server", sleep_in_vain, spec, False, early_end=early_end)
     try:
         child.drain()
-        assert child.wait(20.0) == 0
+        assert child.wait(20.0) == code
     finally:
         child.process.kill()
         child.process.join()
+    assert capfd.readouterr().err == ("spmd_serve: not done\n" if code else "")

@@ -78,13 +78,19 @@ async def run_batch(
 
 
 async def finish_batch(prepared: Prepared, *, say: Callable[[str], None] = preparation.say) -> ExitCode:
-    """What is left to do without an engine when all lines are answered already: sort, upload, sum up."""
+    """What is left to do without an engine when all lines are answered already: sort, upload, sum up.
+
+    Handles no signals: whatever is cut here can be done again.
+    """
     assert prepared.is_complete
 
     async def nobody(line: BatchLine) -> dict[str, Any]:
         raise AssertionError(f"line {line.number} has no answer")
 
-    return await run_batch(nobody, prepared.options, prepared=prepared, say=say)
+    try:
+        return await _Run(nobody, prepared, WINDOW, say).until_end(DRAIN_S)
+    finally:
+        prepared.close()
 
 
 class _Run:

@@ -17,7 +17,6 @@ from spmd_serve.channel.plan import driver_node
 from spmd_serve.channel.reply_listener import ReplyListener
 from spmd_serve.control import ControlSpec
 from spmd_serve.engine.rank_channel import (
-    FOREVER_S,
     HEARTBEAT,
     STOP,
     channel_plan,
@@ -30,6 +29,7 @@ from spmd_serve.engine.ring import RingInbox, RingOutbox
 from spmd_serve.errors import PeerLost
 from spmd_serve.liveness import BoardSlot, NullSlot
 from spmd_serve.rendezvous import connect_store, get_json, put_json, wait_keys
+from spmd_serve.store import FOREVER_S
 from spmd_serve.topology import RankInfo
 
 logger = logging.getLogger(__name__)

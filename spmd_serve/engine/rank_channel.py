@@ -21,16 +21,13 @@ from spmd_serve.control import ControlSpec
 from spmd_serve.engine.ring import RingInbox, RingOutbox
 from spmd_serve.errors import PeerLost
 from spmd_serve.liveness import BoardSlot, NullSlot
-from spmd_serve.store import get_json, put_json
+from spmd_serve.store import FOREVER_S, get_json, put_json
 from spmd_serve.topology import RankInfo
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT = "spmd_serve.heartbeat"
 STOP = "spmd_serve.stop"
-
-FOREVER_S = 365 * 24 * 3600.0
-"""Loading takes as long as it takes: who dies or hangs meanwhile is the watcher's business, which ends us."""
 
 RING_CHUNK_BYTES = 4 << 20
 """Slot size of rings that carry replies, or what a relay received; longer ones go over their socket."""

@@ -22,7 +22,6 @@ from spmd_serve.control import ControlSpec
 from spmd_serve.engine import seam
 from spmd_serve.engine.config import refusals
 from spmd_serve.engine.executor import TorchrunExecutor
-from spmd_serve.engine.rank_channel import FOREVER_S
 from spmd_serve.engine.shard import place_config
 from spmd_serve.errors import PeerLost, SpmdError, UsageError
 from spmd_serve.offline import options as given
@@ -35,6 +34,7 @@ from spmd_serve.offline.options import Options
 from spmd_serve.offline.outcome import Outcome, allow_answers
 from spmd_serve.offline.script_job import ScriptJob
 from spmd_serve.offline.shard_thread import OWN_CALL, ShardThread
+from spmd_serve.store import FOREVER_S
 from spmd_serve.topology import Layout
 
 HEARTBEAT_S = 2.0
