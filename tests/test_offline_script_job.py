@@ -1,5 +1,6 @@
 """A script's ranks live and die together: real torchrun, real processes, no vLLM."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,22 @@ def test_an_exception_ends_all_ranks_with_it(rank: int, tmp_path: Path) -> None:
     assert line.startswith(f"spmd_serve watcher: the job has failed: rank {rank} (pid ")
     assert line.endswith("): ValueError: two words")
     assert "has not ended by itself" not in text
+
+
+def test_a_sys_exit_with_a_code_ends_all_ranks_with_it(tmp_path: Path) -> None:
+    """Though the script has an LLM open, whose end would wait for the others, which are busy elsewhere."""
+    code, text = run("exit_on_1", tmp_path / "log")
+    assert code == 1
+    assert re.search(r"exitcode *: 3 ", text), text
+    (line,) = own_lines(text)
+    assert line.startswith("spmd_serve watcher: the job has failed: rank 1 (pid ")
+    assert line.endswith("): sys.exit(3)")
+
+
+def test_a_sys_exit_that_is_caught_or_means_success(tmp_path: Path) -> None:
+    code, text = run("exit_caught", tmp_path / "log")
+    assert code == 0, text
+    assert text.count("caught 3") == 2 and own_lines(text) == []
 
 
 def test_functions_registered_with_atexit_run_after_an_exception(tmp_path: Path) -> None:

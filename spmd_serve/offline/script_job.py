@@ -1,8 +1,9 @@
 """A script as a job: the same watcher, rendezvous and votes as serving, but the script stays in charge.
 
 No signal handler is installed, no child is forked, Ctrl-C is a KeyboardInterrupt as ever. What is added to
-the script's process: an exception that nobody catches is told to the other ranks, which end with that cause;
-the loss of another rank ends this process; and at the script's end an LLM that is still open is closed.
+the script's process: an exception that nobody catches, or a sys.exit() with a code other than 0, is told to
+the other ranks, which end with that cause; the loss of another rank ends this process; and at the script's
+end an LLM that is still open is closed. A SystemExit raised without sys.exit() counts as a normal end.
 """
 
 import atexit
@@ -16,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Protocol
+from typing import ClassVar, NoReturn, Protocol
 
 from spmd_serve.errors import ExitCode, PeerLost, SpmdError, UsageError, is_of_a_peer
 from spmd_serve.flags import Flags
@@ -57,6 +58,8 @@ class ScriptJob(Job):
         super().__init__(flags, env)
         self.failing = False
         """This rank ends by an exception of its own."""
+        self._exit_code = int(ExitCode.FAILED)
+        """What it ends with then."""
         self._judged = threading.Event()
         self._pid = os.getpid()
         self._rounds = 0
@@ -139,6 +142,21 @@ class ScriptJob(Job):
         cause = text if isinstance(problem, SpmdError) else f"{type(problem).__name__}: {text}".rstrip(": ")
         self.link.failed(cause, peer=is_of_a_peer(problem))
 
+    @classmethod
+    def _exits(cls, status: object) -> None:
+        """Nobody has caught a sys.exit(): where that is no success, all others end as well."""
+        job = cls._mine
+        if (
+            job is None
+            or job._pid != os.getpid()
+            or status in (None, 0)
+            or len(job._first.cluster.ranks) == 1
+        ):
+            return
+        job.failing = True
+        job._exit_code = status & 0xFF if isinstance(status, int) else ExitCode.FAILED
+        job.link.failed(f"sys.exit({status!r})")
+
     def await_verdict(self) -> None:
         """Somebody is gone: wait a moment for the verdict, which knows why and ends this process."""
         if self._judged.wait(_VERDICT_S):
@@ -159,6 +177,7 @@ class ScriptJob(Job):
                 self.fail(problem)
 
         sys.excepthook = uncaught
+        sys.exit = _exit
         atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
@@ -181,11 +200,11 @@ class ScriptJob(Job):
         if job is not None and job.failing and os.getpid() == job._pid:
             logging.shutdown()
             _flush()
-            os._exit(ExitCode.FAILED)
+            os._exit(job._exit_code)
 
     def _verdict(self, verdict: Verdict) -> None:
         if self.failing:
-            timer = threading.Timer(_LAST_S, os._exit, (ExitCode.FAILED,))
+            timer = threading.Timer(_LAST_S, os._exit, (self._exit_code,))
             timer.daemon = True
             timer.start()
             return
@@ -195,6 +214,24 @@ class ScriptJob(Job):
         time.sleep(_YIELD_S)
         _flush()
         os._exit(ExitCode.FAILED)
+
+
+class _Exit(SystemExit):
+    """What sys.exit() raises. Python itself, called by no frame, reads `code` when nobody has caught it.
+
+    Neither sys.excepthook nor functions registered with atexit get to know that, and what to end with.
+    """
+
+    def __getattribute__(self, name: str) -> object:
+        value = super().__getattribute__(name)
+        if name == "code" and sys._getframe().f_back is None:
+            ScriptJob._exits(value)
+        return value
+
+
+def _exit(status: object = None, /) -> NoReturn:
+    """In the place of sys.exit()."""
+    raise _Exit() if status is None else _Exit(status)
 
 
 # Functions registered later are called earlier; this module is imported before a script's main part runs.

@@ -83,6 +83,35 @@ def thread(job: ScriptJob) -> None:
     one.join()
 
 
+class EndsWithOthers:
+    """An LLM: its end waits for the other ranks'."""
+
+    closed = False
+
+    def finish(self, wait_s: float | None) -> None:
+        time.sleep(FOREVER_S)
+
+    def end_with_script(self) -> None:
+        time.sleep(FOREVER_S)
+
+
+def exit_on_1(job: ScriptJob) -> None:
+    job.opened(EndsWithOthers())
+    if RANK == 1:
+        sys.exit(3)
+    time.sleep(FOREVER_S)
+
+
+def exit_caught(job: ScriptJob) -> None:
+    """A sys.exit() that the script catches, and one of success, are no failures."""
+    try:
+        sys.exit(3)
+    except SystemExit as leaving:
+        print("caught", leaving.code, flush=True)
+    print(f"rank {RANK} is done", flush=True)
+    sys.exit()
+
+
 def exit_7(job: ScriptJob) -> None:
     sys.exit(7)
 
@@ -109,7 +138,7 @@ SCRIPTS: dict[str, Callable[[ScriptJob], None]] = {
     one.__name__: one
     for one in (
         *(end, end_early, raise_on_1, raise_on_0, slow_handler, interrupt, interrupt_on_1, killed),
-        *(fork, thread, exit_7, unflushed, numbers),
+        *(fork, thread, exit_on_1, exit_caught, exit_7, unflushed, numbers),
     )
 }
 
