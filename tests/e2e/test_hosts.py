@@ -1,6 +1,7 @@
 """One job over two simulated hosts: two torchrun agents that share nothing but a network."""
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -33,7 +34,10 @@ def two_by_two(
     hosts: Hosts, tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HostsJob]:
     log = tmp_path_factory.mktemp("two_by_two")
-    with hosts_job(hosts, tiny_qwen3, log, "--rank-timeout=6", ranks=2).running() as job:
+    (log / "key").write_text("a secret")
+    flags = log / "flags.yaml"
+    flags.write_text(f"rank-timeout: 6\ncontrol-key-file: {log / 'key'}\n")
+    with hosts_job(hosts, tiny_qwen3, log, f"--config={flags}", ranks=2).running() as job:
         yield job
 
 
@@ -46,7 +50,14 @@ def flat(hosts: Hosts, tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 class TestTwoStagesOfTwoRanks:
-    """Sizes not given: TP inside a host, PP between them. Batches go by gloo to a relay, then by its ring."""
+    """Sizes not given: TP inside a host, PP between them. Batches go by gloo to a relay, then by its ring.
+
+    All that goes between the hosts is signed.
+    """
+
+    def test_the_head_says_whose_memory_decides(self, two_by_two: HostsJob) -> None:
+        least = r"KV cache memory: rank \d on node\d has the least, 1\.00 GiB \(the most: 1\.00 GiB\)"
+        assert re.search(least, two_by_two.servers["node0"].text())
 
     def test_tokens_equal_stock(self, two_by_two: HostsJob, stock_vllm: Endpoint) -> None:
         expected = stock_vllm.greedy(PROMPTS)
