@@ -257,34 +257,35 @@ class TestInternal:
         assert {engine: after[engine] - before[engine] for engine in after} == {"0": 8, "1": 8}
 
 
+@pytest.fixture(scope="class")
+def four_hosts(can_simulate_hosts: None) -> Iterator[Hosts]:
+    with Hosts("node0", "node1", "node2", "node3") as hosts:
+        yield hosts
+
+
 @pytest.mark.netns
 @pytest.mark.by_hand  # two more starts of four ranks; test_hosts.py has a network in CI
 class TestAcrossNetworks:
     """Four hosts of one rank that share nothing but a network."""
 
-    @pytest.fixture(scope="class")
-    def hosts(self, can_simulate_hosts: None) -> Iterator[Hosts]:
-        with Hosts("node0", "node1", "node2", "node3") as hosts:
-            yield hosts
-
     def test_internal(
-        self, hosts: Hosts, tiny_qwen3: Path, tmp_path: Path, expected: list[list[int]]
+        self, four_hosts: Hosts, tiny_qwen3: Path, tmp_path: Path, expected: list[list[int]]
     ) -> None:
         flags = Plan("internal", dp=2, pp=2, tp=1, nodes=4).flags
-        with hosts_job(hosts, tiny_qwen3, tmp_path, *flags).running() as job, hosts.inside("node3"):
+        with hosts_job(four_hosts, tiny_qwen3, tmp_path, *flags).running() as job, four_hosts.inside("node3"):
             assert job.endpoint.greedy_together(PROMPTS) == expected
             assert min(generated(job.endpoint).values()) > 0
 
     def test_external(
-        self, hosts: Hosts, tiny_qwen3: Path, tmp_path: Path, expected: list[list[int]]
+        self, four_hosts: Hosts, tiny_qwen3: Path, tmp_path: Path, expected: list[list[int]]
     ) -> None:
         """Each host's first endpoint has the port that was given."""
         flags = Plan("external", dp=2, pp=1, tp=2, nodes=4).flags
-        job = hosts_job(hosts, tiny_qwen3, tmp_path, *flags)
+        job = hosts_job(four_hosts, tiny_qwen3, tmp_path, *flags)
         job.servers["node2"].ready_line = READY
-        with job.running(), hosts.inside("node1"):
+        with job.running(), four_hosts.inside("node1"):
             for host in ("node0", "node2"):
-                endpoint = Endpoint(f"http://{hosts.address(host)}:{HTTP_PORT}")
+                endpoint = Endpoint(f"http://{four_hosts.address(host)}:{HTTP_PORT}")
                 assert endpoint.greedy_together(PROMPTS) == expected
 
 
