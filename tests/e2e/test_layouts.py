@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ import pytest
 from tests.support.agents import AgentsJob, agents_job
 from tests.support.endpoint import Endpoint
 from tests.support.faults import kill_nine
-from tests.support.job import HTTP_PORT, READY, hosts_job
+from tests.support.job import HTTP_PORT, hosts_job
 from tests.support.netns import Hosts
 from tests.support.ports import free_port
+from tests.support.server import answers
 from tests.support.stock import PROMPTS, Reference
 from tests.support.waiting import wait_until
 
@@ -282,10 +284,10 @@ class TestAcrossNetworks:
         """Each host's first endpoint has the port that was given."""
         flags = Plan("external", dp=2, pp=1, tp=2, nodes=4).flags
         job = hosts_job(four_hosts, tiny_qwen3, tmp_path, *flags)
-        job.servers["node2"].ready_line = READY
         with job.running(), four_hosts.inside("node1"):
             for host in ("node0", "node2"):
                 endpoint = Endpoint(f"http://{four_hosts.address(host)}:{HTTP_PORT}")
+                wait_until(partial(answers, f"{endpoint.url}/health"), 60.0, f"the endpoint of {host}")
                 assert endpoint.greedy_together(PROMPTS) == expected
 
 
