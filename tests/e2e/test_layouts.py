@@ -84,6 +84,13 @@ FULL = [
     Plan("internal", dp=2, pp=2, tp=2, nodes=8),
 ]
 
+HALF = [
+    Plan("internal", dp=2, pp=1, tp=2, nodes=4),
+    Plan("internal", dp=4, pp=1, tp=1, nodes=4),
+    Plan("external", dp=4, pp=1, tp=1, nodes=4),
+]
+"""Those of which no other test of CI has the shape at half the size."""
+
 
 @pytest.fixture(scope="session")
 def expected(reference: Reference, tiny_qwen3: Path) -> list[list[int]]:
@@ -111,6 +118,14 @@ def test_the_plan_at_full_size(
         check_tokens(job, expected)
         footprint = job.footprint()
     footprint.assert_gone(1.0)
+
+
+@pytest.mark.parametrize("plan", HALF, ids=str)
+def test_the_plan_at_half_size(
+    plan: Plan, tiny_qwen3: Path, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    with plan.job(tiny_qwen3, tmp_path).running() as job:
+        check_tokens(job, expected)
 
 
 @pytest.fixture(scope="class")
