@@ -11,6 +11,22 @@ ECHO_S = 1.0
 """Who signals a whole control group (systemd does) reaches a rank twice: at once, and through torchrun."""
 
 
+class Echo:
+    """Tells a signal from the echo of the one before, which comes within `within_s` seconds of it."""
+
+    def __init__(self, within_s: float = ECHO_S) -> None:
+        self._within_s = within_s
+        self._heard = -within_s
+
+    def heard(self) -> bool:
+        """A signal has come: whether it is an echo."""
+        now = time.monotonic()
+        if now - self._heard < self._within_s:
+            return True
+        self._heard = now
+        return False
+
+
 def on_ending_signal(callback: Callable[[signal.Signals], None], echo_s: float = ECHO_S) -> None:
     """Call `callback(number)` from a thread for every SIGTERM and SIGINT. Call from the main thread.
 
@@ -24,7 +40,9 @@ def on_ending_signal(callback: Callable[[signal.Signals], None], echo_s: float =
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in ENDING:
         signal.signal(number, lambda *_: None)
-    threading.Thread(target=_listen, args=(reader, callback, echo_s), name="signals", daemon=True).start()
+    threading.Thread(
+        target=_listen, args=(reader, callback, Echo(echo_s)), name="signals", daemon=True
+    ).start()
 
 
 def forget_ending_signals() -> None:
@@ -34,11 +52,8 @@ def forget_ending_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _listen(reader: int, callback: Callable[[signal.Signals], None], echo_s: float) -> None:
-    heard = -echo_s
+def _listen(reader: int, callback: Callable[[signal.Signals], None], echo: Echo) -> None:
     while True:
         for number in os.read(reader, 64):
-            now = time.monotonic()
-            if number in ENDING and now - heard >= echo_s:
-                heard = now
+            if number in ENDING and not echo.heard():
                 callback(signal.Signals(number))

@@ -8,6 +8,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import uvloop
 from spmd_serve.batch import BatchLine, finish_batch, loop, prepare, run_batch
 from spmd_serve.batch.lines import error_output
 from spmd_serve.errors import ExitCode, PeerLost, UsageError
+from spmd_serve.signals import Echo
 from tests.support.batch import DEADLINE_S, Engine, Place, backwards, good_output, request
 
 
@@ -197,7 +199,7 @@ def test_a_signal_lets_what_is_in_flight_finish(
 def test_what_does_not_finish_in_time_is_dropped(
     place: Place, monkeypatch: pytest.MonkeyPatch, signals: int
 ) -> None:
-    monkeypatch.setattr(loop, "ECHO_S", 0.0)
+    monkeypatch.setattr(loop, "Echo", partial(Echo, 0.0))
     place.put_many(10)
     cancelled = []
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from spmd_serve.liveness import NullSlot
+from tests.support.rings import connected
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -33,12 +34,7 @@ def ring() -> tuple[Any, Any]:
     from spmd_serve.engine.ring import RingInbox, RingOutbox
 
     writer = RingOutbox(1, CHUNK)
-    reader = RingInbox(writer.address, 0)
-    thread = threading.Thread(target=writer.wait_until_ready)
-    thread.start()
-    reader.wait_until_ready()
-    thread.join(DEADLINE_S)
-    return writer, reader
+    return connected(writer, RingInbox(writer.address, 0))
 
 
 def test_a_busy_rank_does_not_hold_up_heartbeats_and_then_hears_the_next_batch() -> None:

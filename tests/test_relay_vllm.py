@@ -10,6 +10,7 @@ import pytest
 from spmd_serve import codec
 from spmd_serve.channel.base import ChannelClosed, ChannelStopped
 from spmd_serve.channel.relay import Relay, RingInbox
+from tests.support.rings import connected
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -37,12 +38,7 @@ def ring(slots: int = 10) -> tuple[Any, Any]:
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
     writer = MessageQueue(1, 1, max_chunk_bytes=1 << 20, max_chunks=slots)
-    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
-    thread = threading.Thread(target=writer.wait_until_ready)
-    thread.start()
-    reader.wait_until_ready()
-    thread.join(DEADLINE_S)
-    return writer, reader
+    return connected(writer, MessageQueue.create_from_handle(writer.export_handle(), 0))
 
 
 def test_messages_of_all_sizes_then_the_end() -> None:

@@ -26,7 +26,7 @@ from spmd_serve.batch.progress import Progress, display_for
 from spmd_serve.batch.records import Record
 from spmd_serve.batch.seen import IdTable, digest_of
 from spmd_serve.errors import ExitCode, SpmdError, UsageError
-from spmd_serve.signals import ECHO_S
+from spmd_serve.signals import Echo
 
 Answer = Callable[[BatchLine], Awaitable[dict[str, Any]]]
 """Gives the OpenAI output object (id, custom_id, response, error) of one line.
@@ -105,7 +105,7 @@ class _Run:
         self._flying: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._why = ""
-        self._signalled = -ECHO_S
+        self._echo = Echo()
         self._fatal: SpmdError | None = None
         restored = len(self._output.done)
         self._progress = Progress(prepared.total, restored, self._output.failed)
@@ -142,10 +142,8 @@ class _Run:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        now = asyncio.get_running_loop().time()
-        if now - self._signalled < ECHO_S:
+        if self._echo.heard():
             return
-        self._signalled = now
         if self._stop.is_set():  # told twice: no more waiting for what is in flight
             for task in self._flying:
                 task.cancel()

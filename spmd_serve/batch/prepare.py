@@ -122,7 +122,7 @@ def local_path(options: BatchOptions) -> str:
     if not is_url(path):
         # The lock and the renames of a rewrite are for the file itself, whatever links lead to it.
         return os.path.realpath(path) if os.path.islink(path) and not _is_stream(path) else path
-    parts = urlsplit(options.destination)
+    parts = urlsplit(path)
     digest = hashlib.sha256(f"{parts.netloc}{parts.path}".encode()).hexdigest()[:8]
     name = os.path.basename(parts.path) or "answers.jsonl"
     return os.path.join(options.output_tmp_dir or ".", f"{digest}-{name}")

@@ -170,7 +170,6 @@ class DriverChannel:
 
     def _beat(self) -> None:
         every = self._spec.heartbeat_s
-        self._slot.turn()
         while not self._ended.wait(max(0.05, self.outbox.sent_at + every - time.monotonic())):
             self._slot.turn()
             if time.monotonic() - self.outbox.sent_at >= every:

@@ -15,6 +15,7 @@ from tests.support.crowd import Crowd
 from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import kill_nine
 from tests.support.job import Job, torchrun_job
+from tests.support.processes import look
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -142,26 +143,23 @@ def test_a_signal_drains(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 1 and "exitcode" not in job.server.text().split("ready after")[-1]
 
 
-def again(pid: int, number: int) -> bool:
-    """Sends a signal; whether there is nobody any more to send it to."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 @pytest.mark.by_hand  # one more start of a server, for a case that the pure tests and Ctrl-C cover in part
 def test_a_second_signal_ends_at_once(tiny_qwen3: Path, tmp_path: Path) -> None:
     with torchrun_job(tiny_qwen3, tmp_path / "log", "-tp=2", "--max-num-seqs=32") as job:
-        rank = job.endpoint.pid("rank 0")
+        process = look(job.endpoint.pid("rank 0"))
+        assert process is not None
         footprint = job.footprint()
         with Crowd(job.endpoint.url, streams=STREAMS, plain=0, tokens=900) as crowd:
             crowd.wait_begun()
-            os.kill(rank, signal.SIGTERM)
+            process.signal(signal.SIGTERM)
             wait_until(lambda: job.endpoint.call("/ready")[0] == 503, 10.0, "the drain")
-            # Again and again, for one that comes within a second counts as the first one's echo.
-            wait_until(lambda: again(rank, signal.SIGTERM), 10.0, "the end of rank 0")
+
+            def again() -> bool:
+                process.signal(signal.SIGTERM)
+                return not process.alive()
+
+            # For one that comes within a second counts as the first one's echo.
+            wait_until(again, 10.0, "the end of rank 0")
             assert job.server.wait_exit(15.0) == 1
             crowd.wait_ended()
         assert "second SIGTERM" in job.server.text()
