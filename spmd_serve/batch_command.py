@@ -16,17 +16,27 @@ from spmd_serve.liveness.proc import started_ticks
 from spmd_serve.probe_port import open_probes
 from spmd_serve.report import report
 from spmd_serve.serve import control_spec, print_table, run_shard
-from spmd_serve.store import FOREVER_S
+from spmd_serve.signals import ignore_ending_signals
+from spmd_serve.store import FOREVER_S, answered
 
 
 class BatchJob(Job):
     """A job that has not done what it was started for when it ends early."""
 
     early_end = Stopped("the batch was stopped before its end: run the same command again to go on")
+    may_restart = False
+    """Whether one of the agents may start its ranks again."""
+
+    def exit_code(self, code: int) -> int:
+        """torchrun takes all but 0 for a failure, and starts the job again where it may.
+
+        A finished run must not be answered by that, so failed lines have a code of their own only without.
+        """
+        return ExitCode.OK if code == ExitCode.LINES_FAILED and self.may_restart else code
 
 
 def batch(early: Early) -> int:
-    """Answer a file of requests; returns the exit code (see `exit_code`)."""
+    """Answer a file of requests; returns the exit code (see `told`)."""
     if early.wants_help:
         return print_help(early)
     if early.flags.lb != "internal":
@@ -43,7 +53,7 @@ def batch(early: Early) -> int:
         options = BatchOptions.from_namespace(args)
         prepared = open_files(job, args, options)
         if is_complete(job, prepared):
-            return exit_code(job, options, finish(job, prepared))
+            return told(job, options, finish(job, prepared))
         spec = control_spec(job, layout)
         config = engine_config(job, args)
         child = None
@@ -56,7 +66,7 @@ def batch(early: Early) -> int:
             print_table(spec, {})
             child = start_child(job, args, spec, "batch run", body, fork_engines)
         run_shard(job, config, spec)
-        return exit_code(job, options, end(job, child, args.shutdown_timeout))
+        return told(job, options, end(job, child, args.shutdown_timeout))
 
 
 def print_help(early: Early) -> int:
@@ -67,13 +77,16 @@ def print_help(early: Early) -> int:
     return ExitCode.OK
 
 
-def open_files(job: Job, args: argparse.Namespace, options: BatchOptions) -> Prepared | None:
+def open_files(job: BatchJob, args: argparse.Namespace, options: BatchOptions) -> Prepared | None:
     """On rank 0: open the input, lock the output, compare both with what an earlier run left.
 
     A download, or a terabyte to compare, takes as long as it takes; the others wait.
     """
     from spmd_serve.engine.config import make_parser
 
+    store, key = job.membership.store, "batch/may-restart"
+    if job.env.restart_count < job.env.max_restarts:
+        answered(lambda: store.add(key, 1))
     prepared = None
     with job.voting("the batch's files", FOREVER_S):
         if job.membership.me.rank == 0:
@@ -81,6 +94,8 @@ def open_files(job: Job, args: argparse.Namespace, options: BatchOptions) -> Pre
             launch = Launch(f"{host_name()}:{agent}:{started_ticks(agent)}", job.env.restart_count > 0)
             defaults = {action.dest: action.default for action in make_parser(BatchOptions.add_to)._actions}
             prepared = prepare(options, answer_flags(vars(args), defaults), launch)
+    # Each agent counts restarts for itself, and all ranks must end alike. The vote above is a barrier.
+    job.may_restart = answered(lambda: store.add(key, 0)) > 0
     return prepared
 
 
@@ -98,36 +113,33 @@ def finish(job: Job, prepared: Prepared | None) -> int:
     """Nothing is left to ask: sort, upload and sum up on rank 0, then leave together."""
     from spmd_serve.rendezvous import get_json, leave_together, put_json
 
-    store, key, code = job.membership.store, "batch/finished", ExitCode.OK
+    store, key = job.membership.store, "batch/finished"
     if prepared is None:
-        get_json(store, key, FOREVER_S, "the sorted and uploaded output", "rank 0", job.say)
+        code = int(get_json(store, key, FOREVER_S, "the sorted and uploaded output", "rank 0", job.say))
     else:
         code = asyncio.run(finish_batch(prepared))
-        put_json(store, key, True)
-    job.serving, job.early_end = True, None
+        put_json(store, key, code)
+    job.serving, job.end_code = True, code
     leave_together(store, "batch/told", len(job.membership.cluster.ranks))  # or some take the end for early
     if prepared is None:
         job.leave_together(job.flags.join_timeout)
     else:
-        job.announce_end()
+        job.announce_end(code)
     return code
 
 
-def exit_code(job: Job, options: BatchOptions, code: int) -> int:
-    """What this process ends with. torchrun takes all but 0 for a failure, and may start the job again.
-
-    So a finished run with failed lines ends with LINES_FAILED only where that is not answered by a restart.
-    """
+def told(job: BatchJob, options: BatchOptions, code: int) -> int:
+    """What this rank ends with after its part of the run, and the cause for torchrun's summary."""
+    exit_code = job.exit_code(code)
     if code == ExitCode.STOPPED:
         report(SpmdError("stopped before the end of the input: see the log above"), quiet=True)
-    if code != ExitCode.LINES_FAILED:
-        return code
-    failed = SpmdError(f"all lines are in {options.destination}, some of them with an error")
-    if job.env.restart_count < job.env.max_restarts:
-        job.say(f"{failed}: exit code 0 all the same, or torchrun would start the finished run again")
-        return ExitCode.OK
-    report(failed, quiet=True)
-    return code
+    elif code == ExitCode.LINES_FAILED:
+        failed = SpmdError(f"all lines are in {options.destination}, some of them with an error")
+        if exit_code == code:
+            report(failed, quiet=True)
+        else:
+            job.say(f"{failed}: exit code 0 all the same, or torchrun would start the finished run again")
+    return exit_code
 
 
 def run_in_child(args: argparse.Namespace, options: BatchOptions, prepared: Prepared) -> int:
@@ -139,6 +151,10 @@ def run_in_child(args: argparse.Namespace, options: BatchOptions, prepared: Prep
     async def run() -> int:
         start_metrics(options, args)
         async with open_engine(args) as engine_client:
-            return await run_batch_with_engine(engine_client, args, options, prepared=prepared)
+            try:
+                return await run_batch_with_engine(engine_client, args, options, prepared=prepared)
+            finally:
+                # All is written. A signal while the engine ends must not take the run's code with it.
+                ignore_ending_signals()
 
     return int(uvloop.run(run()))

@@ -146,10 +146,11 @@ def _run(
 
         vLLM would wait for the cores first, and then kill them; so they die with this process.
         """
+        code = ExitCode.OK if early_end is None else early_end.exit_code
         if early_end is not None:
             log.say(f"spmd_serve: {early_end}")
-        link.announce_end(part=part[0], of=part[1])
-        os._exit(ExitCode.OK if early_end is None else early_end.exit_code)
+        link.announce_end(part=part[0], of=part[1], code=code)
+        os._exit(code)
 
     code = 0
     try:

@@ -39,16 +39,15 @@ def start_child(
 def _child_ended(job: Job, name: str, code: int) -> None:
     """The drivers' process ended, sent home by its work's end or before any engine could start."""
     if code in ENDED_WELL:
-        job.announce_end()
+        job.announce_end(code)
     else:
         job.link.failed(how_ended(name, code))
 
 
 def end(job: Job, child: DriverChild | None, drain_s: float) -> int:
-    """All ranks leave together, when the last child has done its last; a child's exit code is its rank's."""
+    """All ranks leave together, when the last child has done its last, with the code of the children."""
     if child is None:
-        job.leave_together(drain_s + 2 * CHILD_END_S)
-        return ExitCode.OK
+        return job.leave_together(drain_s + 2 * CHILD_END_S)
     code = child.wait(drain_s + CHILD_END_S)
     if code is None:
         raise PeerLost(f"the {child.name} (pid {child.process.pid}) has not ended in time after its engine")
@@ -56,7 +55,5 @@ def end(job: Job, child: DriverChild | None, drain_s: float) -> int:
         # The verdict knows why and ends this process, unless the watcher is gone too.
         threading.Event().wait(VERDICT_S)
         raise PeerLost(how_ended(child.name, code))
-    job.announce_end()
-    if job.part[1] > 1:
-        job.leave_together(drain_s + 2 * CHILD_END_S)
-    return code
+    job.announce_end(code)
+    return job.leave_together(drain_s + 2 * CHILD_END_S) if job.part[1] > 1 else code

@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from spmd_serve import cores, log, network
 from spmd_serve.errors import ExitCode, PeerLost, SpmdError, is_of_a_peer, missing_package
@@ -40,6 +40,8 @@ class Job:
     """Whether ranks keep torchrun's numbers, wherever the head is."""
     early_end: SpmdError | None = None
     """What is said, and whose exit code it is, when the job ends as asked before it serves; None: code 0."""
+    end_code: int | None = None
+    """What the announced end, which all ranks hear of, was announced with."""
 
     def __init__(self, flags: Flags, env: TorchrunEnv) -> None:
         self.flags = flags
@@ -63,7 +65,7 @@ class Job:
         self.membership: Membership
 
     @classmethod
-    def enter(cls, flags: Flags) -> "Job":
+    def enter(cls, flags: Flags) -> Self:
         """Start or find the watcher, then meet all ranks. Raises SpmdError, one line, when that fails."""
         env = TorchrunEnv.read(os.environ)
         job = cls(flags, env)
@@ -252,38 +254,37 @@ class Job:
             threading.Thread(target=self._end_early, name="end-early", daemon=True).start()
 
     def _end_early(self) -> None:
-        self.link.announce_end()
+        if self.end_code is None:
+            self.end_code = ExitCode.OK if self.early_end is None else self.early_end.exit_code
+        self.link.announce_end(code=self.end_code)
         self._leave()
 
-    def _end(self) -> None:
+    def _end(self, code: int) -> None:
+        self.end_code = code
         self._ended.set()
         if not self.serving:
             self._leave()
-        stopped = self._stopped
-        code = ExitCode.OK if stopped is None else stopped.exit_code
-        timer = threading.Timer(END_S, os._exit, (code,))
+        timer = threading.Timer(END_S, os._exit, (self.exit_code(code),))
         timer.daemon = True
         timer.start()
 
-    @property
-    def _stopped(self) -> SpmdError | None:
-        is_early = not self.serving or self._drain_asked is not None
-        return self.early_end if is_early else None
+    def exit_code(self, code: int) -> int:
+        """What ranks end with, for `torchrun` to see, where the job's end was announced with `code`."""
+        return code
 
     def _leave(self) -> NoReturn:
         """End after the job's end, wherever this process is."""
         self._linger()
         with self._lock:  # a second thread may come here: it waits for the end
-            stopped = self._stopped
-            if stopped is None:
-                os._exit(ExitCode.OK)
-            if self._on_drain is None:  # else the child has said it
-                self.say(str(stopped))
-            report(stopped, quiet=True)
-            os._exit(stopped.exit_code)
+            code = self.end_code or ExitCode.OK
+            if self.early_end is not None and code == self.early_end.exit_code:
+                if self._on_drain is None:  # else the child has said it
+                    self.say(str(self.early_end))
+                report(self.early_end, quiet=True)
+            os._exit(self.exit_code(code))
 
-    def leave_together(self, timeout_s: float) -> None:
-        """After this rank's driver has said stop: wait for the end of the whole job.
+    def leave_together(self, timeout_s: float) -> int:
+        """After this rank's driver has said stop: wait for the end of the whole job; its code.
 
         A torchrun agent whose ranks leave early waits for the others, and then for no longer than 300 s.
         Raises PeerLost after `timeout_s` seconds.
@@ -294,16 +295,18 @@ class Job:
                 f"the job's end was not announced within {timeout_s:.0f} s after its driver's stop"
             )
         self._linger()
+        return self.end_code or ExitCode.OK
 
-    def announce_end(self) -> None:
+    def announce_end(self, code: int) -> None:
         """On a rank that has opened an endpoint, when nothing is left to do there; others then end as well.
 
-        When this is the last of them, all ranks may leave.
+        When this is the last of them, all ranks may leave, with the same `code`: an agent whose ranks end
+        with 0 would wait 300 s for one whose ranks don't.
         """
         part, of = self.part
         if of > 1:
             self.link.request_drain(f"the endpoint of {self.membership.me} has ended")
-        self.link.announce_end(part=part, of=of)
+        self.link.announce_end(part=part, of=of, code=code)
         self._linger()
 
     def _linger(self) -> None:

@@ -52,6 +52,12 @@ def forget_ending_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def ignore_ending_signals() -> None:
+    """From the main thread: what is left to do takes no time that is worth a signal."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _listen(reader: int, callback: Callable[[signal.Signals], None], echo: Echo) -> None:
     while True:
         for number in os.read(reader, 64):

@@ -3,14 +3,15 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from spmd_serve.batch import BatchOptions
-from spmd_serve.batch_command import exit_code
+from spmd_serve.batch_command import BatchJob, told
 from spmd_serve.errors import ExitCode
+from spmd_serve.flags import Flags
+from spmd_serve.torchrun_env import TorchrunEnv
 from tests.support.batch import Engine, Place, backwards
 from tests.support.job import ROOT
 from tests.support.server import Server
@@ -20,21 +21,24 @@ DEADLINE_S = 60.0
 OPTIONS = BatchOptions(input_file="in.jsonl", output_file="out.jsonl")
 
 
-def job(restarts: int, most: int, said: list[str]) -> Any:
-    return SimpleNamespace(env=SimpleNamespace(restart_count=restarts, max_restarts=most), say=said.append)
+def job(may_restart: bool, said: list[str]) -> Any:
+    one = BatchJob(Flags(), TorchrunEnv.read({}))
+    one.may_restart = may_restart
+    one.say = said.append  # type: ignore[method-assign,assignment]
+    return one
 
 
 @pytest.mark.parametrize("code", [ExitCode.OK, ExitCode.FAILED])
 def test_other_codes_stay(code: ExitCode) -> None:
     said: list[str] = []
-    assert exit_code(job(0, 3, said), OPTIONS, code) == code
+    assert told(job(True, said), OPTIONS, code) == code
     assert said == []
 
 
 def test_failed_lines_have_a_code_and_a_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     said: list[str] = []
-    assert exit_code(job(3, 3, said), OPTIONS, ExitCode.LINES_FAILED) == ExitCode.LINES_FAILED
+    assert told(job(False, said), OPTIONS, ExitCode.LINES_FAILED) == ExitCode.LINES_FAILED
     message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
     assert message == "all lines are in out.jsonl, some of them with an error"
     assert said == []
@@ -42,7 +46,7 @@ def test_failed_lines_have_a_code_and_a_cause(tmp_path: Path, monkeypatch: pytes
 
 def test_failed_lines_are_no_reason_to_start_again() -> None:
     said: list[str] = []
-    assert exit_code(job(2, 3, said), OPTIONS, ExitCode.LINES_FAILED) == ExitCode.OK
+    assert told(job(True, said), OPTIONS, ExitCode.LINES_FAILED) == ExitCode.OK
     assert "torchrun would start the finished run again" in said[0]
 
 

@@ -224,10 +224,10 @@ def test_a_drain_that_was_asked_for_before_the_hosts_met_is_not_lost(job: Job) -
         assert actor.expect("drain")["reason"] == "SIGTERM early"
 
 
-def assert_ended(job: Job, head: Host, other: Host) -> None:
-    """All hear of the normal end; then nobody's death is a failure."""
+def assert_ended(job: Job, head: Host, other: Host, code: int) -> None:
+    """All hear of the normal end, and what to end with; then nobody's death is a failure."""
     for actor in [*head.ranks, *other.ranks]:
-        actor.expect("end")
+        assert actor.expect("end")["code"] == code
     for actor in [*other.ranks, *head.ranks]:
         actor.kill()
     job.all_gone(2.0)
@@ -238,18 +238,18 @@ def assert_ended(job: Job, head: Host, other: Host) -> None:
 def test_the_end_comes_with_the_last_of_several_parts(job: Job, last_by_head: bool) -> None:
     head, other = two_hosts(job)
     first, last = (other, head) if last_by_head else (head, other)
-    assert first.ranks[0].link("announce_end", 0.5, part=0, of=2) is False
+    assert first.ranks[0].link("announce_end", 0.5, part=0, of=2, code=4) is False
     assert first.ranks[0].link("announce_end", 0.5, part=0, of=2) is False  # the same one again
     assert not any(actor.saw("end") for actor in [*head.ranks, *other.ranks])
     assert last.ranks[1].link("announce_end", 10.0, part=1, of=2) is True
-    assert_ended(job, head, other)
+    assert_ended(job, head, other, 4)
 
 
 @pytest.mark.parametrize("by_head", [True, False])
 def test_normal_end(job: Job, by_head: bool) -> None:
     head, other = two_hosts(job)
-    assert (head if by_head else other).ranks[0].link("announce_end", 10.0) is True
-    assert_ended(job, head, other)
+    assert (head if by_head else other).ranks[0].link("announce_end", 10.0, code=3) is True
+    assert_ended(job, head, other, 3)
 
 
 def test_ranks_that_leave_without_announcing_are_no_failure(job: Job) -> None:

@@ -302,9 +302,9 @@ def test_an_end_that_follows_a_death_is_a_failure(job: Job) -> None:
 def test_normal_end(job: Job) -> None:
     host = job.host(0, 1)
     job.configure()
-    assert host.ranks[0].link("announce_end") is True
+    assert host.ranks[0].link("announce_end", code=3) is True
     for actor in host.ranks:
-        actor.expect("end")
+        assert actor.expect("end")["code"] == 3
     host.ranks[1].kill()
     host.ranks[1].process.wait(5)
     view = host.ranks[0].link("view", 5.0)

@@ -30,7 +30,7 @@ class HeadCourt(Protocol):
     def withdraw(self, key: str) -> None: ...
     def request_drain(self, reason: str) -> None: ...
     def serves(self, message: Message) -> None: ...
-    def end(self, then: Callable[[], None], part: int, of: int) -> None: ...
+    def end(self, then: Callable[[], None], part: int, of: int, code: int) -> None: ...
     def news(self) -> list[Message]: ...
 
 
@@ -94,10 +94,10 @@ class Head:
         for node in self.nodes.values():
             node.tell(message, droppable)
 
-    def end(self, then: Callable[[], None]) -> None:
+    def end(self, message: Message, then: Callable[[], None]) -> None:
         """Tell all hosts that the job ends normally; `then` is called when all of them know."""
         self._after_end.append(then)
-        self.broadcast({"t": "end"})
+        self.broadcast(message)
         self._check_end()
 
     def tick(self) -> None:
@@ -188,7 +188,7 @@ class Head:
         elif kind == "drain":
             self._court.request_drain(str(message["reason"]))
         elif kind == "end":
-            self._court.end(lambda: None, int(message["part"]), int(message["of"]))
+            self._court.end(lambda: None, int(message["part"]), int(message["of"]), int(message["code"]))
         elif kind == "end-known":
             node.knows_end = True
             self._check_end()

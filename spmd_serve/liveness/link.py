@@ -49,7 +49,7 @@ class WatcherLink:
         seat: Seat,
         on_verdict: Callable[[Verdict], None],
         on_drain: Callable[[str], None] | None,
-        on_end: Callable[[], None] | None,
+        on_end: Callable[[int], None] | None,
     ) -> None:
         self.slot = seat.slot
         self.watcher_pid = seat.watcher_pid
@@ -79,15 +79,16 @@ class WatcherLink:
         deadline_s: float,
         on_verdict: Callable[[Verdict], None] = end_process,
         on_drain: Callable[[str], None] | None = None,
-        on_end: Callable[[], None] | None = None,
+        on_end: Callable[[int], None] | None = None,
         stacks: bool = True,
     ) -> "WatcherLink":
         """Become a member; tries for `deadline_s` seconds, then raises PeerLost.
 
         hello: kind ("rank", "api", "engine"), name ("rank 3"), rank (int or None).  on_verdict: called once,
         from the link's thread, with the job's first cause; a process that is still there `grace_s` later is
-        killed. on_drain(reason): called once, on ranks only.  on_end: called when somebody has announced the
-        job's normal end.  stacks: let SIGUSR2 write the stacks of all threads to stderr.
+        killed. on_drain(reason): called once, on ranks only.  on_end(code): called when somebody has
+        announced the job's normal end, with what ranks end with.  stacks: let SIGUSR2 write the stacks of
+        all threads to stderr.
         """
         Hello.of(hello)
         if stacks:
@@ -145,13 +146,14 @@ class WatcherLink:
         """By local rank 0 after the rendezvous: who belongs to the job, and its limits. Raises SpmdError."""
         self._ask({"t": "configure", "config": config.to_json()}, _REQUEST_S)
 
-    def announce_end(self, timeout_s: float = 2.0, *, part: int = 0, of: int = 1) -> bool:
+    def announce_end(self, timeout_s: float = 2.0, *, part: int = 0, of: int = 1, code: int = 0) -> bool:
         """Part `part` of the job's `of` parts ends normally; once all have, deaths are no failures any more.
 
-        Returns when that is so and all hosts know (True), or after `timeout_s` seconds (False).
+        `code`: what all ranks end with. Returns when that is so and all hosts know (True), or after
+        `timeout_s` seconds (False).
         """
         try:
-            self._ask({"t": "end", "part": part, "of": of}, timeout_s)
+            self._ask({"t": "end", "part": part, "of": of, "code": code}, timeout_s)
         except SpmdError:
             return False
         return True
@@ -246,7 +248,7 @@ class WatcherLink:
         elif kind == "end" and not self.has_ended:
             self.has_ended = True
             if self._on_end is not None:
-                self._call(self._on_end)
+                self._call(self._on_end, int(message["code"]))
 
     def _call(self, callback: Callable[..., None], *args: object) -> None:
         try:

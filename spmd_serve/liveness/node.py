@@ -33,7 +33,7 @@ class NodeCourt(Protocol):
     def request_drain(self, reason: str) -> None: ...
     @property
     def serving(self) -> Serving: ...
-    def ended(self) -> None: ...
+    def ended(self, code: int) -> None: ...
 
 
 class Uplink:
@@ -173,7 +173,7 @@ class Uplink:
             self._court.request_drain(str(message["reason"]))
         elif kind in ("end", "bye"):
             self.tell({"t": "end-known"})
-            self._court.ended()
+            self._court.ended(int(message.get("code", 0)))
 
     def _closed(self, reason: str) -> None:
         self._conn = None

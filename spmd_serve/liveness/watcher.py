@@ -48,6 +48,7 @@ class Watcher:
         self.restarts = restarts
         self.verdict: Verdict | None = None
         self.has_ended = False
+        self._end_code = 0
         self.drain = Drain(self)
         self.followers = self.drain.followers
         self.serving = Serving(job_folder(os.environ))
@@ -182,7 +183,8 @@ class Watcher:
         elif kind == "drain":
             self.request_drain(str(message["reason"]))
         elif kind == "end":
-            self.end(lambda: member.tell(reply), int(message["part"]), int(message["of"]))
+            part, of, code = (int(message[name]) for name in ("part", "of", "code"))
+            self.end(lambda: member.tell(reply), part, of, code)
         elif kind == "serving":
             self.serves(message)
         elif kind == "probe":
@@ -249,7 +251,10 @@ class Watcher:
     def _outcome(self) -> list[Message]:
         if self.verdict is not None:
             return [{"t": "verdict", "verdict": self.verdict.to_json()}]
-        return [{"t": "end"}] if self.has_ended else []
+        return [self._end()] if self.has_ended else []
+
+    def _end(self) -> Message:
+        return {"t": "end", "code": self._end_code}
 
     def joined(self) -> None:
         """The head can be reached: tell it what has happened so far."""
@@ -276,8 +281,11 @@ class Watcher:
         if not self._jury.has_death:
             self.drain.request(reason)
 
-    def end(self, then: Callable[[], None], part: int = 0, of: int = 1) -> None:
-        """Part `part` of `of` has ended normally; `then` is called when all have, and all hosts know."""
+    def end(self, then: Callable[[], None], part: int, of: int, code: int) -> None:
+        """Part `part` of `of` has ended normally; `then` is called when all have, and all hosts know.
+
+        `code` is what ranks are to end with; of several parts the highest counts.
+        """
         first = self._jury.first() if self._jury.has_death else None
         if first is not None:
             # Ranks of other hosts must not end with code 0: their agents would take no part in a restart.
@@ -286,26 +294,27 @@ class Watcher:
         if self.uplink is not None and self.uplink.is_joined:
             # The head answers with the same message once all parts have ended.
             self._after_end.append(then)
-            self.uplink.tell({"t": "end", "part": part, "of": of})
+            self.uplink.tell({"t": "end", "part": part, "of": of, "code": code})
             return
         self._parts_ended.add(part)
+        self._end_code = max(self._end_code, code)
         self._at_end.append(then)
         if len(self._parts_ended) < of:
             return
-        self.ended()
+        self.ended(self._end_code)
         waiting, self._at_end = self._at_end, []
         for then in waiting:
             if self.head is not None:
-                self.head.end(then)
+                self.head.end(self._end(), then)
             else:
                 then()
 
-    def ended(self) -> None:
-        """From now on deaths are no failures."""
+    def ended(self, code: int) -> None:
+        """From now on deaths are no failures; ranks end with `code`."""
         if not self.over:
-            self.has_ended = True
-            self.followers.tell({"t": "end"})
-            self.members.tell({"t": "end"})
+            self.has_ended, self._end_code = True, code
+            self.followers.tell(self._end())
+            self.members.tell(self._end())
         waiting, self._after_end = self._after_end, []
         for then in waiting:
             then()

@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, NoReturn, Protocol
+from typing import ClassVar, NoReturn, Protocol, Self
 
 from spmd_serve.errors import ExitCode, PeerLost, SpmdError, UsageError, is_of_a_peer
 from spmd_serve.flags import Flags
@@ -74,7 +74,7 @@ class ScriptJob(Job):
         return cls._mine
 
     @classmethod
-    def enter(cls, flags: Flags) -> "ScriptJob":
+    def enter(cls, flags: Flags) -> Self:
         env = TorchrunEnv.read(os.environ)
         job = cls(flags, env)
         if env.launched:

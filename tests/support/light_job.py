@@ -79,7 +79,7 @@ def serve(job: Job, door: "Door", layout: Layout, started: float) -> None:
     door.sock.close()
     job.drain_with(lambda reason: child.drain())
     job.before_exit(lambda: child.wait(LAST_WORDS_S))
-    child.watch(lambda code: job.announce_end() if code == -15 else _child_ended(job, "API server", code))
+    child.watch(lambda code: job.announce_end(0) if code == -15 else _child_ended(job, "API server", code))
 
     def ready() -> None:
         job.says_that_it_serves()

@@ -40,8 +40,8 @@ class Commands:
         def on_drain(reason: str) -> None:
             say({"event": "drain", "at": time.monotonic(), "reason": reason})
 
-        def on_end() -> None:
-            say({"event": "end", "at": time.monotonic()})
+        def on_end(code: int) -> None:
+            say({"event": "end", "at": time.monotonic(), "code": code})
 
         self.link = WatcherLink.connect(
             address, hello, deadline_s, end_process if default_verdict else on_verdict, on_drain, on_end
