@@ -84,7 +84,7 @@ _has_extras() {
         case "$extra" in
             cpu | gpu) modules+=" vllm" ;;
             quickstart) modules+=" accelerate gguf" ;;
-            test) modules+=" mypy openai pytest pytest_timeout ruff" ;;
+            test) modules+=" mypy openai pytest pytest_timeout ruff xdist" ;;
         esac
     done
     # -P: what lies in the current folder does not count as installed.

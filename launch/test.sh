@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs what the tests need and runs all of them; arguments go to pytest (launch/test.sh -k hosts).
+# Installs what the tests need and runs all of them; arguments go to pytest (launch/test.sh -k hosts;
+# -n 0: one test after the other).
 set -euo pipefail
 # shellcheck source=launch/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -10,4 +11,5 @@ if ! command -v ip >/dev/null && ((EUID == 0)); then
 fi
 use_environment cpu quickstart test
 cd "$ROOT"
-exec "$PYTHON" -m pytest "$@"
+# Two at a time, for the long tests wait for most of their time. By file, whose tests share a server, and in their order.
+exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,13 @@ from tests.support.waiting import Note
 
 PR_SET_CHILD_SUBREAPER = 36
 LEFT_OVER_DEADLINE_S = 10.0
+SEEN = "seen"
 
-MUST_SIMULATE_HOSTS = bool(os.environ.pop("CI", None))
-"""Popped, for torch and transformers do otherwise under CI, and users do not run there."""
+# Taken away, for torch and transformers do otherwise under CI, and users do not run there. The workers of
+# pytest-xdist inherit what is left, so that they need a name of ours.
+if os.environ.pop("CI", None):
+    os.environ["TESTS_MUST_SIMULATE_HOSTS"] = "1"
+MUST_SIMULATE_HOSTS = "TESTS_MUST_SIMULATE_HOSTS" in os.environ
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
@@ -35,14 +39,30 @@ def no_process_is_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def note(capsys: pytest.CaptureFixture[str]) -> Note:
-    """Prints a line past pytest's capture."""
+def note(record_property: Callable[[str, object], None]) -> Note:
+    """Keeps a line for the end of the run; a worker of pytest-xdist has nowhere to print it."""
+    return lambda line: record_property(SEEN, line)
 
-    def write(line: str) -> None:
-        with capsys.disabled():
-            print(f"\n  {line}", end="", flush=True)
 
-    return write
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, so that no worker is left alone with one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what tests have noted."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    lines = [
+        f"{report.nodeid}: {line}"
+        for report in reports
+        if getattr(report, "when", None) == "call"
+        for name, line in report.user_properties
+        if name == SEEN
+    ]
+    if lines:
+        terminalreporter.section("seen")
+        terminalreporter.write("\n".join([*sorted(lines), ""]))
 
 
 @pytest.fixture(scope="session")
@@ -67,8 +87,10 @@ def tiny_lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> stock.Reference:
-    """Stock vLLM's greedy answers."""
-    return stock.Reference(tmp_path_factory.mktemp("reference"))
+    """Stock vLLM's greedy answers, computed once for all workers of pytest-xdist."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    return stock.Reference(shared / "reference")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import Note
+
 LINES = 200_000
 MOST_GROWTH_MB = 25
 """Ids take 18 to 36 bytes each; the lines themselves, if they were kept, would take 250 MB."""
@@ -16,7 +18,7 @@ LEAST_LINES_PER_S = 1000
 
 
 @pytest.mark.slow
-def test_memory_is_flat_and_files_keep_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_is_flat_and_files_keep_up(tmp_path: Path, note: Note) -> None:
     root = Path(__file__).parents[1]
     command = [
         sys.executable,
@@ -31,8 +33,7 @@ def test_memory_is_flat_and_files_keep_up(tmp_path: Path, capsys: pytest.Capture
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
-    with capsys.disabled():
-        print(f"\nbatch files: {figures}")
+    note(f"batch files: {figures}")
     assert figures["rss_warm_mb"] > 10
     assert figures["rss_grown_mb"] < MOST_GROWTH_MB
     assert figures["run_per_s"] > LEAST_LINES_PER_S

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,6 +33,18 @@ while True:
     while data := connection.recv(100):
         connection.sendall(data)
 """
+# Under the conftest.py of these tests, in a worker of pytest-xdist.
+RUN = """
+import subprocess
+from tests import conftest
+
+conftest.LEFT_OVER_DEADLINE_S = 0.5
+
+def test_of_a_run(note):
+    note("a figure")
+    assert conftest.MUST_SIMULATE_HOSTS
+    subprocess.Popen(["sleep", "600"])
+"""
 
 
 def test_every_test_file_holds_a_test() -> None:
@@ -44,6 +57,24 @@ def test_every_test_file_holds_a_test() -> None:
         if not any(name.startswith("test_") for name in names):
             empty.append(file.name)
     assert empty == []
+
+
+def test_a_worker_shows_what_was_seen_and_fails_for_what_is_left(tmp_path: Path) -> None:
+    (tmp_path / "test_run.py").write_text(RUN)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.conftest", "-n", "1"]
+    done = subprocess.run(
+        [*command, "-c", os.devnull, f"--rootdir={tmp_path}", str(tmp_path)],
+        cwd=Path(__file__).parents[1],
+        env={**plain_environ(), "CI": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "test_run.py::test_of_a_run: a figure" in done.stdout
+    assert "1 passed, 1 error" in done.stdout
+    assert re.search(r"AssertionError: still there after 0\.5 s: \d+ \(sleep 600\)", done.stdout)
 
 
 class TestWaiting:

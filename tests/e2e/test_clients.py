@@ -16,7 +16,7 @@ from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import kill_nine
 from tests.support.job import Job, torchrun_job
 from tests.support.processes import look
-from tests.support.waiting import wait_until
+from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -63,7 +63,7 @@ def watched(endpoint: Endpoint) -> Iterator[dict[str, tuple[int, Any]]]:
         thread.join()
 
 
-def test_a_killed_rank_is_told_to_everybody_at_once(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_rank_is_told_to_everybody_at_once(job: Job, note: Note) -> None:
     victim = job.endpoint.pid("rank 1")
     with Crowd(job.endpoint.url, streams=STREAMS, plain=PLAIN, tokens=900) as crowd:
         crowd.wait_begun()
@@ -75,8 +75,7 @@ def test_a_killed_rank_is_told_to_everybody_at_once(job: Job, capsys: pytest.Cap
                 lambda: refused.keys() >= {"/health", "/ready", "/v1/completions"}, 10.0, "the refusals"
             )
     seconds = max(request.ended_at or 0.0 for request in crowd.requests) - killed
-    with capsys.disabled():
-        print(f"\nkill -9 of rank 1: the last of {len(crowd.requests)} clients knew after {seconds:.2f} s")
+    note(f"kill -9 of rank 1: the last of {len(crowd.requests)} clients knew after {seconds:.2f} s")
     assert seconds < TOLD_WITHIN_S
     assert [request.broken for request in crowd.requests if request.broken is not None] == []
     for request in crowd.streams:
@@ -93,7 +92,7 @@ def test_a_killed_rank_is_told_to_everybody_at_once(job: Job, capsys: pytest.Cap
     assert status in (500, 503) and body["error"]["code"] == status
 
 
-def test_it_serves_again_and_tells_what_happened(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_serves_again_and_tells_what_happened(job: Job, note: Note) -> None:
     wait_until(lambda: job.server.text().count("ready after") == 2, AGAIN_WITHIN_S, "the job to serve again")
     assert job.endpoint.call("/ready") == (200, {"status": "ready"})
     assert len(job.endpoint.greedy(["a"], 4)[0]) == 4
@@ -103,8 +102,7 @@ def test_it_serves_again_and_tells_what_happened(job: Job, capsys: pytest.Captur
     detect, recover = (
         job.endpoint.metric(f"spmd_serve_last_failure_{name}_seconds") for name in ("detect", "recover")
     )
-    with capsys.disabled():
-        print(f"\nby its own metrics: detected after {detect:.2f} s, served again {recover:.1f} s later")
+    note(f"by its own metrics: detected after {detect:.2f} s, served again {recover:.1f} s later")
     assert detect < 2.0 < recover
     assert job.endpoint.metric("vllm:generation_tokens_total") >= 4
 
@@ -121,7 +119,7 @@ def test_the_topology_names_every_rank(job: Job) -> None:
     assert view["layout"] == {"tp": 2, "pp": 1, "dp": 1}
 
 
-def test_a_signal_drains(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_drains(job: Job, note: Note) -> None:
     """SIGTERM to torchrun's agent: nobody new is let in, who is inside gets the whole answer."""
     with Crowd(job.endpoint.url, streams=6, plain=2, tokens=30) as crowd:
         crowd.wait_begun()
@@ -131,11 +129,10 @@ def test_a_signal_drains(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
             crowd.wait_ended()
             answered = time.monotonic() - signalled
             code = job.server.wait_exit(60.0)
-    with capsys.disabled():
-        print(
-            f"\nSIGTERM with {len(crowd.requests)} requests running: answered after {answered:.1f} s, "
-            f"ended after {time.monotonic() - signalled:.1f} s"
-        )
+    note(
+        f"SIGTERM with {len(crowd.requests)} requests running: answered after {answered:.1f} s, "
+        f"ended after {time.monotonic() - signalled:.1f} s"
+    )
     assert all(request.is_complete for request in crowd.requests)
     assert refused["/v1/completions"][0] == 503
     assert refused["/ready"][0] == 503 and refused["/ready"][1]["status"] == "draining"

@@ -12,7 +12,7 @@ from tests.support.footprint import cpu_seconds, ports_of
 from tests.support.job import Job, torchrun_job
 from tests.support.processes import descendants
 from tests.support.stock import PROMPTS
-from tests.support.waiting import wait_until
+from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -64,14 +64,11 @@ def test_two_api_servers_answer(job: Job, ours: Endpoint) -> None:
     assert names == ["engine core of replica 0", "engine core of replica 1"]
 
 
-def test_a_killed_api_server_ends_the_whole_job(
-    job: Job, ours: Endpoint, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_api_server_ends_the_whole_job(job: Job, ours: Endpoint, note: Note) -> None:
     footprint = job.footprint()
     kill_nine(api_servers(job)[1])
     seconds = footprint.seconds_to_end(5.0)
-    with capsys.disabled():
-        print(f"\nkill -9 of one of two API servers: the whole job is gone after {seconds:.1f} s")
+    note(f"kill -9 of one of two API servers: the whole job is gone after {seconds:.1f} s")
     assert job.server.wait_exit(1) not in (0, -signal.SIGKILL)
     assert "API server" in job.summary() and "ApiServer_1" in job.summary()
     footprint.assert_gone(1.0)

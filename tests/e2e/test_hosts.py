@@ -16,6 +16,7 @@ from tests.support.footprint import idle_cpu
 from tests.support.job import HostsJob, error_lines, first_cause, hosts_job
 from tests.support.netns import Hosts
 from tests.support.stock import PROMPTS
+from tests.support.waiting import Note
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.netns, pytest.mark.timeout(600)]
 
@@ -94,30 +95,26 @@ class TestTwoStagesOfTwoRanks:
         with two_by_two.hosts.inside("node0"):
             assert ask(two_by_two.endpoint) == expected
 
-    def test_idle_longer_than_every_timeout(
-        self, two_by_two: HostsJob, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_idle_longer_than_every_timeout(self, two_by_two: HostsJob, note: Note) -> None:
         """The gloo groups between hosts live by the driver's heartbeats alone."""
         ours = two_by_two.endpoint
         with two_by_two.hosts.inside("node0"):
             expected = ours.greedy(PROMPTS[:1], 16)
             used = idle_cpu({member["name"]: member["pid"] for member in ours.members()}, IDLE_S)
-            with capsys.disabled():
-                print("\nidle, share of a core:", ", ".join(f"{name} {used[name]:.2%}" for name in used))
+            note("idle, share of a core: " + ", ".join(f"{name} {used[name]:.2%}" for name in used))
             started = time.monotonic()
             assert ours.greedy(PROMPTS[:1], 16) == expected
         assert time.monotonic() - started < 3.0
         assert all(used[f"rank {rank}"] < 0.01 for rank in range(4))
 
     def test_a_killed_torchrun_agent_ends_the_job_on_both_hosts(
-        self, two_by_two: HostsJob, capsys: pytest.CaptureFixture[str]
+        self, two_by_two: HostsJob, note: Note
     ) -> None:
         footprint, here = two_by_two.footprint(), two_by_two.servers["node0"]
         agent = two_by_two.servers["node1"].pid
         kill_nine(agent)
         seconds = footprint.seconds_to_end(5.0)
-        with capsys.disabled():
-            print(f"\nkill -9 of the other host's torchrun agent: the job is gone after {seconds:.1f} s")
+        note(f"kill -9 of the other host's torchrun agent: the job is gone after {seconds:.1f} s")
         assert here.wait_exit(1) not in (0, -signal.SIGKILL)
         assert f"torchrun's agent (pid {agent}) on host node1 is gone" in first_cause(here)
         footprint.assert_gone(1.0)

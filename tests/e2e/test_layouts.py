@@ -25,7 +25,7 @@ from tests.support.netns import Hosts
 from tests.support.ports import free_port
 from tests.support.server import answers
 from tests.support.stock import PROMPTS, Reference
-from tests.support.waiting import wait_until
+from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -199,15 +199,12 @@ class TestExternal:
         check_tokens(external, expected)
         assert [set(generated(endpoint)) for endpoint in external.endpoints] == [{"0"}, {"1"}]
 
-    def test_a_killed_rank_ends_all_endpoints(
-        self, external: AgentsJob, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_killed_rank_ends_all_endpoints(self, external: AgentsJob, note: Note) -> None:
         footprint = external.footprint()
         members = external.endpoints[0].members()
         kill_nine(next(int(member["pid"]) for member in members if member["name"] == "rank 3"))
         seconds = footprint.seconds_to_end(END_S)
-        with capsys.disabled():
-            print(f"\nkill -9 of a rank of replica 1: both replicas are gone after {seconds:.1f} s")
+        note(f"kill -9 of a rank of replica 1: both replicas are gone after {seconds:.1f} s")
         footprint.assert_gone(1.0)
         causes = re.findall(r"the job has failed: (.*)", external.text())
         assert len(causes) == 4 and all("rank 3 (pid" in cause for cause in causes)

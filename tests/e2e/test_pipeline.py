@@ -10,7 +10,7 @@ from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import kill_nine
 from tests.support.job import Job, torchrun_job
 from tests.support.stock import PROMPTS
-from tests.support.waiting import wait_until
+from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -93,9 +93,7 @@ def test_a_stream_with_structured_output_equals_stock(ours: Endpoint, stock_vllm
     assert mine == ask(stock_vllm) and len(mine) == 25
 
 
-def test_both_stages_work_at_the_same_time_on_different_batches(
-    ours: Endpoint, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_stages_work_at_the_same_time_on_different_batches(ours: Endpoint, note: Note) -> None:
     ours.ask_ranks("clock_start")
     ours.greedy(PROMPTS[:1], 48)
     alone = stages(ours)
@@ -105,8 +103,7 @@ def test_both_stages_work_at_the_same_time_on_different_batches(
     # The same batches in the same order on both stages, so that their numbers are comparable.
     assert [work.requests for work in first] == [work.requests for work in second]
     pairs = [pair for pair in at_once(first, second) if pair[0].decodes and pair[1].decodes]
-    with capsys.disabled():
-        print(f"\ntwo stages at once: {len({one.batch for one, _ in pairs})} of {len(first)} batches")
+    note(f"two stages at once: {len({one.batch for one, _ in pairs})} of {len(first)} batches")
     assert len(pairs) > 10
     assert all(not one.requests & other.requests for one, other in pairs)
     # The control: a single request has one batch at a time, which no two stages can compute at once.
@@ -125,15 +122,12 @@ def test_a_client_that_goes_away_frees_its_request_on_all_ranks(ours: Endpoint) 
     assert ours.metric("vllm:kv_cache_usage_perc") == 0
 
 
-def test_a_killed_rank_ends_the_whole_job(
-    job: Job, ours: Endpoint, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_rank_ends_the_whole_job(job: Job, ours: Endpoint, note: Note) -> None:
     footprint = job.footprint()
     pid = ours.pid("rank 1")
     kill_nine(pid)
     seconds = footprint.seconds_to_end(5.0)
-    with capsys.disabled():
-        print(f"\nkill -9 of rank 1: the whole job is gone after {seconds:.1f} s")
+    note(f"kill -9 of rank 1: the whole job is gone after {seconds:.1f} s")
     assert job.server.wait_exit(1) != 0
     assert f"rank 1 (pid {pid}" in job.summary() or "Signal 9 (SIGKILL)" in job.summary()
     footprint.assert_gone(1.0)

@@ -14,6 +14,7 @@ from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import kill_nine
 from tests.support.job import ROOT, Job, torchrun_job
 from tests.support.stock import ENVIRON, PROMPTS
+from tests.support.waiting import Note
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -69,15 +70,12 @@ def test_pooling_has_its_own_route(ours: Endpoint) -> None:
     assert status == 200 and len(answer["data"][0]["data"]) == 128
 
 
-def test_a_killed_engine_core_ends_the_whole_job(
-    job: Job, ours: Endpoint, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_engine_core_ends_the_whole_job(job: Job, ours: Endpoint, note: Note) -> None:
     footprint = job.footprint()
     pid = ours.pid("engine core")
     kill_nine(pid)
     seconds = footprint.seconds_to_end(5.0)
-    with capsys.disabled():
-        print(f"\nkill -9 of the engine core: the whole job is gone after {seconds:.1f} s")
+    note(f"kill -9 of the engine core: the whole job is gone after {seconds:.1f} s")
     assert job.server.wait_exit(1) not in (0, -signal.SIGKILL)
     assert f"engine core (pid {pid}" in job.summary() and "SIGKILL" in job.summary()
     footprint.assert_gone(1.0)

@@ -17,6 +17,7 @@ from tests.support.job import READY, Job, error_lines, job_environ
 from tests.support.ports import free_port
 from tests.support.server import Server
 from tests.support.stock import PROMPTS, SMALL_FLAGS
+from tests.support.waiting import Note
 
 # By hand: two servers at once take more than a minute, and CI is to stay below half an hour.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.by_hand, pytest.mark.timeout(600)]
@@ -84,14 +85,13 @@ def test_ctrl_c_ends_one_and_the_other_goes_on(jobs: tuple[Job, Job]) -> None:
     assert staying.endpoint.greedy(PROMPTS[:2]) == expected
 
 
-def test_a_killed_watcher_ends_the_job(jobs: tuple[Job, Job], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_watcher_ends_the_job(jobs: tuple[Job, Job], note: Note) -> None:
     job = jobs[1]
     footprint = job.footprint()
     pid = watcher_below(job.server.pid)
     kill_nine(pid)
     seconds = footprint.seconds_to_end(5.0)
-    with capsys.disabled():
-        print(f"\nkill -9 of the watcher: the whole job is gone after {seconds:.1f} s")
+    note(f"kill -9 of the watcher: the whole job is gone after {seconds:.1f} s")
     assert job.server.wait_exit(1) == 1
     (said,) = error_lines(job.server)
     assert said == f"the watcher on host {os.uname().nodename} is gone"

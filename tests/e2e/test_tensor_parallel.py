@@ -19,7 +19,7 @@ from tests.support.faults import kill_nine
 from tests.support.footprint import idle_cpu
 from tests.support.job import Job, torchrun_job
 from tests.support.stock import PROMPTS
-from tests.support.waiting import wait_until
+from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -382,12 +382,11 @@ class TestOtherRoutes:
 # What follows ends the job's rounds, in this order.
 
 
-def test_idle_ranks_sleep_and_answer_at_once(ours: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+def test_idle_ranks_sleep_and_answer_at_once(ours: Endpoint, note: Note) -> None:
     """Idle for longer than --rank-timeout (6 s) and many of the driver's heartbeats (2 s)."""
     expected = ours.greedy(PROMPTS[:1], 16)
     used = idle_cpu({member["name"]: member["pid"] for member in ours.members()}, IDLE_S)
-    with capsys.disabled():
-        print("\nidle, share of a core:", ", ".join(f"{name} {share:.2%}" for name, share in used.items()))
+    note("idle, share of a core: " + ", ".join(f"{name} {share:.2%}" for name, share in used.items()))
     started = time.monotonic()
     assert ours.greedy(PROMPTS[:1], 16) == expected
     assert time.monotonic() - started < 2.0

@@ -1,8 +1,13 @@
 """TCP ports for servers that need a number before they start."""
 
+import os
 import random
 import socket
 from pathlib import Path
+
+# Which worker of pytest-xdist this is, and of how many: each has ports of its own.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 _given: set[int] = {29400, 29500}  # torchrun takes these where nothing else is said
 
@@ -11,10 +16,12 @@ def free_port(address: str = "127.0.0.1") -> int:
     """A port that nobody listens on, and that the kernel gives to nobody by itself.
 
     A port taken with bind(0) and closed again may become somebody's outgoing connection before the server
-    has it. So this one lies below the kernel's own range, chosen at random, tried, and never given twice.
+    has it. So this one lies below the kernel's own range, chosen at random, tried, and never given twice, nor
+    to two workers of one run.
     """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    candidates = [port for port in range(max(1024, lowest - 15000), lowest) if port not in _given]
+    own = range(max(1024, lowest - 15000) + _WORKER % _WORKERS, lowest, _WORKERS)
+    candidates = [port for port in own if port not in _given]
     for port in random.SystemRandom().sample(candidates, min(200, len(candidates))):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,5 +1,6 @@
 """Stock vLLM as the reference: what it generates greedily, and its own server for comparisons."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -46,7 +47,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Reference:
-    """Greedy answers of stock vLLM's in-process engine on one rank, computed once and kept in `cache`."""
+    """Greedy answers of stock vLLM's in-process engine on one rank, computed once and kept in `cache`.
+
+    Processes may share the cache; the same weights in two folders have the same answers.
+    """
 
     cache: Path
     engine: Mapping[str, object] = field(
@@ -69,20 +73,22 @@ class Reference:
     ) -> list[Answer]:
         """The answers in the prompts' order; `engine` goes to vLLM's LLM(), `lora` is an adapter's folder."""
         request = {
-            "model": str(model),
-            "weights": _fingerprint(model),
+            "weights": _fingerprint(model, "config.json", "model.safetensors", "tokenizer.json"),
             "max_tokens": max_tokens,
-            "lora": str(lora) if lora is not None else None,
+            "adapter": lora and _fingerprint(lora, "adapter_config.json", "adapter_model.safetensors"),
             "engine": {**self.engine, **engine},
         }
         key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:24]
         file = self.cache / f"{key}.json"
-        known: dict[str, dict[str, object]] = json.loads(file.read_text()) if file.exists() else {}
-        missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
-        if missing:
-            known |= _generate({**request, "prompts": missing}, self.cache / f"{key}.log")
-            self.cache.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(known))
+        self.cache.mkdir(parents=True, exist_ok=True)
+        with file.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            known: dict[str, dict[str, object]] = json.loads(file.read_text()) if file.exists() else {}
+            missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
+            if missing:
+                folders = {"model": str(model), "lora": lora and str(lora)}
+                known |= _generate({**request, **folders, "prompts": missing}, file.with_suffix(".log"))
+                file.write_text(json.dumps(known))
         return [Answer(**known[prompt]) for prompt in prompts]  # type: ignore[arg-type]
 
 
@@ -104,15 +110,14 @@ def server_environ(ranks: int = 1, **more: str) -> dict[str, str]:
     return {**os.environ, **ENVIRON, **bound, **more}
 
 
-def _fingerprint(model: Path) -> str:
+def _fingerprint(folder: Path, *names: str) -> str:
     digest = hashlib.sha256()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        digest.update((model / name).read_bytes())
+    for name in names:
+        digest.update((folder / name).read_bytes())
     return digest.hexdigest()
 
 
 def _generate(request: Mapping[str, object], log: Path) -> dict[str, dict[str, object]]:
-    log.parent.mkdir(parents=True, exist_ok=True)
     environ = {**os.environ, **ENVIRON, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
     result = log.with_suffix(".part")
     command = [sys.executable, "-m", "tests.support.stock", str(result)]
