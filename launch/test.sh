@@ -11,5 +11,6 @@ if ! command -v ip >/dev/null && ((EUID == 0)); then
 fi
 use_environment cpu quickstart test
 cd "$ROOT"
-# Two at a time, for the long tests wait for most of their time. By file, whose tests share a server, and in their order.
-exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Two at a time, for the long tests wait for most of their time; by file, for the tests of a file share a server; in
+# the order that tests/conftest.py gives. A test that overruns its time limit ends its process, and so the run.
+exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "$@"
