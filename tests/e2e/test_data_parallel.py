@@ -67,7 +67,7 @@ def test_two_api_servers_answer(job: Job, ours: Endpoint) -> None:
 def test_a_killed_api_server_ends_the_whole_job(job: Job, ours: Endpoint, note: Note) -> None:
     footprint = job.footprint()
     kill_nine(api_servers(job)[1])
-    seconds = footprint.seconds_to_end(5.0)
+    seconds = footprint.seconds_to_end()
     note(f"kill -9 of one of two API servers: the whole job is gone after {seconds:.1f} s")
     assert job.server.wait_exit(1) not in (0, -signal.SIGKILL)
     assert "API server" in job.summary() and "ApiServer_1" in job.summary()

@@ -29,7 +29,6 @@ from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
-END_S = 5.0
 ASLEEP_S = 2.0  # in which two awake replicas have long answered
 
 
@@ -203,7 +202,7 @@ class TestExternal:
         footprint = external.footprint()
         members = external.endpoints[0].members()
         kill_nine(next(int(member["pid"]) for member in members if member["name"] == "rank 3"))
-        seconds = footprint.seconds_to_end(END_S)
+        seconds = footprint.seconds_to_end()
         note(f"kill -9 of a rank of replica 1: both replicas are gone after {seconds:.1f} s")
         footprint.assert_gone(1.0)
         causes = re.findall(r"the job has failed: (.*)", external.text())

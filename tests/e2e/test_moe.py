@@ -85,7 +85,7 @@ class TestInternal:
     def test_a_killed_rank_ends_both_replicas(self, internal: Job) -> None:
         footprint = internal.footprint()
         kill_nine(internal.endpoint.pid("rank 1"))
-        footprint.seconds_to_end(5.0)
+        footprint.seconds_to_end()
         assert internal.server.wait_exit(1) not in (0, -signal.SIGKILL)
         footprint.assert_gone(1.0)
 

@@ -126,7 +126,7 @@ def test_a_killed_rank_ends_the_whole_job(job: Job, ours: Endpoint, note: Note) 
     footprint = job.footprint()
     pid = ours.pid("rank 1")
     kill_nine(pid)
-    seconds = footprint.seconds_to_end(5.0)
+    seconds = footprint.seconds_to_end()
     note(f"kill -9 of rank 1: the whole job is gone after {seconds:.1f} s")
     assert job.server.wait_exit(1) != 0
     assert f"rank 1 (pid {pid}" in job.summary() or "Signal 9 (SIGKILL)" in job.summary()

@@ -74,7 +74,7 @@ def test_a_killed_engine_core_ends_the_whole_job(job: Job, ours: Endpoint, note:
     footprint = job.footprint()
     pid = ours.pid("engine core")
     kill_nine(pid)
-    seconds = footprint.seconds_to_end(5.0)
+    seconds = footprint.seconds_to_end()
     note(f"kill -9 of the engine core: the whole job is gone after {seconds:.1f} s")
     assert job.server.wait_exit(1) not in (0, -signal.SIGKILL)
     assert f"engine core (pid {pid}" in job.summary() and "SIGKILL" in job.summary()

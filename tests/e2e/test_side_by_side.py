@@ -90,7 +90,7 @@ def test_a_killed_watcher_ends_the_job(jobs: tuple[Job, Job], note: Note) -> Non
     footprint = job.footprint()
     pid = watcher_below(job.server.pid)
     kill_nine(pid)
-    seconds = footprint.seconds_to_end(5.0)
+    seconds = footprint.seconds_to_end()
     note(f"kill -9 of the watcher: the whole job is gone after {seconds:.1f} s")
     assert job.server.wait_exit(1) == 1
     (said,) = error_lines(job.server)

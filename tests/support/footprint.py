@@ -15,6 +15,7 @@ from tests.support.waiting import wait_until
 SHARED = Path("/dev/shm")
 TIDY_S = 5.0  # for those who only clean up behind others: multiprocessing's resource tracker
 SPIN_S = 3.0
+END_S = 20.0  # 2 to 3 s where nothing else runs; another file of tests may
 LISTEN = "0A"  # in /proc/net/tcp
 
 
@@ -48,7 +49,7 @@ class Footprint:
         """The names in /dev/shm that are still there."""
         return {name for name in self.shared if (SHARED / name).exists()}
 
-    def seconds_to_end(self, deadline_s: float) -> float:
+    def seconds_to_end(self, deadline_s: float = END_S) -> float:
         """How long from now until all processes have ended; AssertionError after the deadline."""
         started = time.monotonic()
         workers = [process for process in self.processes if not _is_tracker(process)]
