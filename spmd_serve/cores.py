@@ -107,6 +107,22 @@ def machine_share(
     return share(cores, rivals.index(me.rank), len(rivals))
 
 
+def memory_rivals(cluster: Cluster, me: RankInfo, *, sysfs: Path = _SYSFS) -> int:
+    """How many ranks, this one included, compute on the NUMA node of this rank's machine on which it does."""
+    return sum(
+        _numa_node(cluster, info, sysfs) == _numa_node(cluster, me, sysfs)
+        for info in cluster.ranks
+        if info.machine_id == me.machine_id
+    )
+
+
+def _numa_node(cluster: Cluster, info: RankInfo, sysfs: Path) -> str:
+    """That of the first core of a rank of this machine; empty where the system does not say."""
+    allowed = parse_cpus(info.cpus)
+    first = next(iter(machine_share(cluster, info, allowed, sysfs=sysfs) or allowed), None)
+    return next((path.name for path in sysfs.glob(f"cpu{first}/node*")), "")
+
+
 def bind(cores: Sequence[int]) -> None:
     """Bind every thread of this process to `cores`; nothing for an empty list. Threads to come inherit it."""
     if not cores:
@@ -121,7 +137,7 @@ def bind(cores: Sequence[int]) -> None:
 def parse_cpus(text: str) -> list[int]:
     """ "0-2,8" -> [0, 1, 2, 8]."""
     numbers: list[int] = []
-    for part in text.strip().split(","):
+    for part in filter(None, text.strip().split(",")):
         low, _, high = part.partition("-")
         numbers.extend(range(int(low), int(high or low) + 1))
     return numbers

@@ -11,6 +11,7 @@ from spmd_serve import cores, log, network
 from spmd_serve.errors import ExitCode, PeerLost, SpmdError, is_of_a_peer, missing_package
 from spmd_serve.flags import Flags, host_name
 from spmd_serve.liveness import Verdict, WatchConfig, WatcherLink, start_watcher, watcher_address
+from spmd_serve.liveness.scratch import use_scratch
 from spmd_serve.process import die_with_parent, die_with_parent_in_children
 from spmd_serve.report import report
 from spmd_serve.signals import on_ending_signal
@@ -94,6 +95,7 @@ class Job:
             )
         else:
             self.watcher = watcher_address(anchor, env.restart_count)
+        use_scratch(self.watcher, os.environ)
         hello = {"kind": "rank", "name": f"torchrun rank {env.rank}", "rank": None}
         self.link = WatcherLink.connect(
             self.watcher, hello, WATCHER_TIMEOUT_S, self._verdict, self._drain, self._end

@@ -10,6 +10,7 @@ from spmd_serve.cores import (
     cpu_quota,
     format_cpus,
     machine_share,
+    memory_rivals,
     parse_cpus,
     physical_cores,
     prepare_environ,
@@ -148,10 +149,22 @@ def test_ranks_bound_elsewhere_take_nothing_away(tmp_path: Path) -> None:
     assert shares(bound, tmp_path) == [[0], [1], [2, 3]]
 
 
+def test_memory_is_that_of_who_computes_on_the_same_numa_node(tmp_path: Path) -> None:
+    for cpu in range(8):
+        (tmp_path / f"cpu{cpu}" / f"node{cpu // 4}").mkdir(parents=True)
+    machine = [info(rank, rank // 2, "a", "0-7") for rank in range(4)]
+    bound = [info(4, 2, "a", "2"), info(5, 3, "b", "0-7")]
+    cluster = Cluster((*machine, *bound))
+    rivals = [memory_rivals(cluster, me, sysfs=tmp_path) for me in cluster.ranks]
+    assert rivals == [3, 3, 2, 2, 3, 1]
+    assert memory_rivals(cluster, machine[0], sysfs=tmp_path / "none") == 5  # nothing is known: all share
+
+
 def test_cpu_lists_as_text() -> None:
     assert parse_cpus("0-2,8\n") == [0, 1, 2, 8]
     assert format_cpus({8, 1, 0, 2}) == "0-2,8"
     assert parse_cpus(format_cpus([5])) == [5]
+    assert parse_cpus("") == []
 
 
 def test_binding_binds_every_thread() -> None:

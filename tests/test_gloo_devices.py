@@ -1,8 +1,12 @@
-"""A rank's gloo groups share a device, so that an idle rank sleeps."""
+"""A rank's gloo groups share a device, so that an idle rank sleeps, and their threads keep off its core."""
 
+import os
 import subprocess
 import sys
 
+import pytest
+
+from spmd_serve.cores import format_cpus
 from tests.support.ports import free_port
 
 PROGRAM = """
@@ -40,3 +44,47 @@ def test_one_loop_thread_serves_all_groups() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+FREE = """
+import os, sys
+import torch.distributed as dist
+from pathlib import Path
+from spmd_serve import cores
+from spmd_serve.engine.gloo_devices import free_gloo_threads
+
+everything = sorted(os.sched_getaffinity(0))
+cores.bind(everything[:1])
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 1, True)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+free_gloo_threads([])
+for round in range(2):
+    for task in Path("/proc/self/task").iterdir():
+        name = (task / "comm").read_text().strip()
+        if "gloo" in name:
+            print(round, name, cores.format_cpus(sorted(os.sched_getaffinity(int(task.name)))))
+    assert sorted(os.sched_getaffinity(0)) == everything[:1]
+    free_gloo_threads(everything)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core only: nothing to bind to a part of")
+def test_gloos_threads_leave_the_core_to_who_computes() -> None:
+    """torch's names of these threads are relied on: none found would be a failure here."""
+    done = subprocess.run(
+        [sys.executable, "-c", FREE, str(free_port())],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    first, everything = (format_cpus(part) for part in _first_and_all())
+    expected = {f"0 gloo_tcp_loop {first}", f"0 pt_gloo_runloop {first}"}
+    expected |= {f"1 gloo_tcp_loop {everything}", f"1 pt_gloo_runloop {everything}"}
+    assert (done.returncode, set(done.stdout.splitlines())) == (0, expected), done.stderr
+
+
+def _first_and_all() -> tuple[list[int], list[int]]:
+    cpus = sorted(os.sched_getaffinity(0))
+    return cpus[:1], cpus

@@ -1,5 +1,7 @@
 """What we lean on in vLLM is there, and what moves is named."""
 
+import queue
+import threading
 from typing import Any
 
 import pytest
@@ -7,6 +9,9 @@ import pytest
 from spmd_serve.errors import UsageError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+LOST_S = 4.0
+"""A reader that has missed a notification looks again after 5 s."""
 
 
 def test_the_installed_vllm_fits() -> None:
@@ -98,30 +103,33 @@ def test_a_ring_can_be_quietened(attribute: str) -> None:
     assert hasattr(reader._spin_condition, attribute)
     seam.quieten(reader)
     assert reader._spin_condition.last_read == 0.0
-    for queue in (writer, reader):
-        queue.shutdown()
+    for end in (writer, reader):
+        end.shutdown()
 
 
-def test_a_napping_reader_sleeps_but_never_for_long_while_messages_are_frequent() -> None:
-    from spmd_serve.engine import seam
+def test_a_reader_that_sleeps_is_woken_by_every_message() -> None:
+    """Messages in quick succession, the reader asleep between: vLLM's socket drops every second's news."""
+    from spmd_serve.engine import ring
 
-    writer = seam.MessageQueue(1, 1)
-    reader = seam.MessageQueue.create_from_handle(writer.export_handle(), 0)
-    seam.nap_instead_of_spinning(reader)
-    condition = reader._spin_condition
-    naps: list[int | None] = []
+    out = ring.RingOutbox(1, 1 << 16)
+    inbox = ring.RingInbox(out.address, 0, spin=False)
+    read: queue.SimpleQueue[object] = queue.SimpleQueue()
 
-    class Poller:
-        def poll(self, timeout: int | None = None) -> list[object]:
-            naps.append(timeout)
-            return []
+    def reader() -> None:
+        inbox.wait_until_ready()
+        while (obj := inbox.dequeue(indefinite=True)) is not None:
+            read.put(obj)
 
-    condition.poller = Poller()
-    condition.record_read()
-    condition.wait(timeout_ms=5000)
-    condition.last_read = 0.0
-    condition.wait(timeout_ms=5000)
-    assert naps == [seam.NAP_MS, 5000]
+    thread = threading.Thread(target=reader, daemon=True)
+    thread.start()
+    out.wait_until_ready()
+    for number in range(200):
+        out.enqueue(number)
+        assert read.get(timeout=LOST_S) == number
+    out.enqueue(None)
+    thread.join(LOST_S)
+    for end in (inbox, out):
+        end.shutdown()
 
 
 def test_engines_below_a_later_endpoint_are_counted_from_its_first_replica(

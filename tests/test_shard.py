@@ -55,7 +55,10 @@ class ParallelConfig:
 
 def config(layout: Layout, *, moe: bool = False) -> Any:
     return SimpleNamespace(
-        parallel_config=ParallelConfig(layout), model_config=SimpleNamespace(is_moe=moe), additional_config={}
+        parallel_config=ParallelConfig(layout),
+        model_config=SimpleNamespace(is_moe=moe),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9),
+        additional_config={},
     )
 
 
@@ -154,6 +157,25 @@ def test_dense_replicas_are_worlds_of_their_own_and_moe_replicas_share_one() -> 
     assert (moe.parallel_config.data_parallel_size, moe.parallel_config.data_parallel_rank) == (2, 1)
     place_config(single, spec(Layout(tp=4, pp=1, dp=1), 4), job.cluster.ranks[3])
     assert not single.parallel_config.independent
+
+
+@pytest.mark.parametrize(
+    ("on_cpus", "given", "part"), [(True, None, 0.225), (True, 5, 0.9), (False, None, 0.9)]
+)
+def test_ranks_of_one_machine_share_its_memory_where_that_is_no_gpus(
+    monkeypatch: pytest.MonkeyPatch, on_cpus: bool, given: int | None, part: float
+) -> None:
+    from vllm.platforms import current_platform
+
+    from spmd_serve.engine.shard import place_config
+
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: on_cpus)
+    layout = Layout(tp=4, pp=1, dp=1)
+    placed = config(layout)
+    placed.cache_config.kv_cache_memory_bytes = given
+    job = spec(layout, 4)
+    place_config(placed, job, job.cluster.ranks[1])
+    assert placed.cache_config.gpu_memory_utilization == part
 
 
 def test_a_shard_is_numbered_inside_its_replica(made: dict[str, Any]) -> None:

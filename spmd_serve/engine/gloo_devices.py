@@ -1,7 +1,9 @@
-"""One gloo device for all the groups of a rank, instead of one for each."""
+"""The threads with which gloo moves a rank's bytes: how many, and where they run."""
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import ProcessGroupGloo
@@ -37,6 +39,21 @@ def share_gloo_device() -> None:
 
     # On the class itself: torch asks groups that come back from C++ whether they are instances of it.
     ProcessGroupGloo.__init__ = init  # type: ignore[assignment, method-assign]
+
+
+def free_gloo_threads(cores: Sequence[int]) -> None:
+    """Let the threads of all gloo groups of this process run on any of `cores`, wherever the rank computes.
+
+    They inherit the one or few cores to which the rank is bound. There each message that arrives takes the
+    core from who computes, twice, although another may be idle (measured: docs/benchmarks.md).
+    Nothing for an empty list.
+    """
+    for task in Path("/proc/self/task").iterdir() if cores else ():
+        try:
+            if "gloo" in (task / "comm").read_text():
+                os.sched_setaffinity(int(task.name), cores)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
 
 
 def _devices() -> list[Any]:

@@ -7,7 +7,13 @@ from typing import Any
 from spmd_serve import codec
 from spmd_serve.channel.base import ChannelStopped
 from spmd_serve.channel.relay import END
-from spmd_serve.engine.seam import Handle, MessageQueue, nap_instead_of_spinning, quieten
+from spmd_serve.engine.seam import (
+    Handle,
+    MessageQueue,
+    keep_notifications,
+    quieten,
+    sleep_instead_of_spinning,
+)
 
 
 def handle_to_json(handle: Handle) -> dict[str, Any]:
@@ -29,6 +35,7 @@ class RingOutbox:
     def __init__(self, readers: int, max_chunk_bytes: int) -> None:
         """Messages above `max_chunk_bytes` go over the ring's socket instead of its memory."""
         self._queue = MessageQueue(readers, readers, max_chunk_bytes=max_chunk_bytes)
+        keep_notifications(self._queue)
         self._lock = threading.Lock()
 
     @property
@@ -62,7 +69,7 @@ class RingInbox:
         """
         self._queue = MessageQueue.create_from_handle(handle_from_json(address), reader)
         if not spin:
-            nap_instead_of_spinning(self._queue)
+            sleep_instead_of_spinning(self._queue)
         self._encoded = encoded
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:

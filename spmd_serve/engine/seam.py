@@ -9,11 +9,12 @@ by vLLM: `check()` (run by a test, and at start) says clearly what moved. So do 
 import importlib
 import inspect
 import multiprocessing
-import time
 from types import ModuleType
 from typing import Any
 
+import zmq
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
+from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.engine import async_llm, coordinator, utils
 from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
 from vllm.v1.metrics.loggers import StatLoggerManager
@@ -32,7 +33,9 @@ __all__ = [
     "check_server",
     "count_engines_from",
     "fork_engine_cores",
+    "keep_notifications",
     "quieten",
+    "sleep_instead_of_spinning",
 ]
 
 WRITTEN_FOR = "0.32"
@@ -176,27 +179,27 @@ def count_engines_from(first: int) -> None:
     async_llm.StatLoggerManager = Manager
 
 
-NAP_MS = 1
-"""Longest sleep of a napping reader while messages are frequent."""
+_NOTIFICATIONS = 1000
+"""How many notifications of a ring may be on their way; far more than it has slots."""
 
 
-def nap_instead_of_spinning(queue: MessageQueue) -> None:
-    """Let a ring's reader sleep between messages, instead of polling for a second after each.
+def keep_notifications(queue: MessageQueue) -> None:
+    """Let every message of a ring's writer wake its readers; call before they have its handle.
 
-    The ring's notifications wake a sleeper at once, but can get lost: vLLM looks again after 5 s at the
-    latest, and spinning hides it. So while messages are frequent this reader looks again every millisecond;
-    a quiet one sleeps as long as vLLM's.
+    vLLM's notifying socket holds one notification, and ZMQ notices only after a while (about a millisecond)
+    that this has left: what is sent meanwhile is dropped. A reader that sleeps by then looks again after 5 s.
+    vLLM's readers poll for a second after each message, which hides that. Readers keep one notification
+    (ZMQ_CONFLATE), so nothing piles up.
     """
-    condition = queue._spin_condition
-    hot_s, condition.busy_loop_s = condition.busy_loop_s, -1.0  # vLLM's own wait never spins from now on
-    sleep = condition.wait
+    socket = queue._spin_condition.local_notify_socket
+    socket.setsockopt(zmq.SNDHWM, _NOTIFICATIONS)  # for addresses that are bound from now on
+    queue.handle.local_notify_addr = get_open_zmq_ipc_path()
+    socket.bind(queue.handle.local_notify_addr)
 
-    def wait(timeout_ms: int | None = None) -> None:
-        if time.monotonic() <= condition.last_read + hot_s:
-            timeout_ms = NAP_MS if timeout_ms is None else min(timeout_ms, NAP_MS)
-        sleep(timeout_ms=timeout_ms)
 
-    condition.wait = wait
+def sleep_instead_of_spinning(queue: MessageQueue) -> None:
+    """Let a ring's reader sleep between messages, instead of polling for a second after each."""
+    queue._spin_condition.busy_loop_s = -1.0
 
 
 def quieten(queue: MessageQueue) -> None:

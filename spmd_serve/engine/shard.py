@@ -15,9 +15,10 @@ from vllm.platforms import current_platform
 
 from spmd_serve.channel.local import OwnLine
 from spmd_serve.control import ControlSpec
+from spmd_serve.cores import memory_rivals, parse_cpus
 from spmd_serve.engine.cpu_collectives import complete_cpu_communicator
 from spmd_serve.engine.executor import STEP
-from spmd_serve.engine.gloo_devices import share_gloo_device
+from spmd_serve.engine.gloo_devices import free_gloo_threads, share_gloo_device
 from spmd_serve.engine.rank_channel import EndOfJob, RankChannel
 from spmd_serve.engine.seam import WorkerProc
 from spmd_serve.errors import SpmdError, is_of_a_peer
@@ -75,6 +76,7 @@ class Shard(WorkerProc):
     def _init_message_queues(self, input_shm_handle: Any, vllm_config: Any) -> None:
         channel = RankChannel(self._spec, self._me, self._store, self._slot, self._link_lost, self._own)
         channel.open()
+        free_gloo_threads(parse_cpus(self._me.cpus))
         self.rpc_broadcast_mq = channel.inbox
         self.worker_response_mq = channel.reply
         self.peer_response_handles: list[Any] = []
@@ -143,7 +145,7 @@ def shm_name(spec: ControlSpec, rank: int) -> str:
 
 
 def place_config(vllm_config: Any, spec: ControlSpec, me: RankInfo) -> None:
-    """Tell the shard's configuration which replica it belongs to and which device is its own.
+    """Tell the shard's configuration which replica it belongs to, and which device or memory is its own.
 
     vLLM's GPU worker uses device ``local_rank + data_parallel_rank_local * PP * TP``; with
     ``local_rank = LOCAL_RANK % (PP*TP)`` and ``data_parallel_rank_local = LOCAL_RANK // (PP*TP)`` that is
@@ -158,6 +160,10 @@ def place_config(vllm_config: Any, spec: ControlSpec, me: RankInfo) -> None:
         else:
             parallel.reconfigure_for_independent_dp_rank()
     parallel.data_parallel_rank_local = me.local_rank // spec.layout.replica_size
+    cache = vllm_config.cache_config
+    if current_platform.is_cpu() and cache.kv_cache_memory_bytes is None:
+        # vLLM has each rank take that part of the memory for itself, so that several would be killed.
+        cache.gpu_memory_utilization /= memory_rivals(spec.cluster, me)
 
 
 def open_world(vllm_config: Any, store: TorchStore, spec: ControlSpec, me: RankInfo) -> None:

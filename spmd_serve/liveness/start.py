@@ -16,6 +16,7 @@ from pathlib import Path
 
 from spmd_serve.errors import SpmdError
 from spmd_serve.liveness.proc import started_ticks
+from spmd_serve.liveness.scratch import remove_scratch
 from spmd_serve.liveness.view import socket_name
 from spmd_serve.process import open_pidfd, outlive_parent, set_process_name
 
@@ -75,6 +76,7 @@ def start_watcher(
 
         agent = None if agent_fd is None else (agent_pid, agent_fd)
         Watcher(listener, (parent, parent_fd), agent, restart_count, rank_timeout, grace_s).run()
+        remove_scratch(address)
         status = 0
     except BaseException:
         traceback.print_exc()

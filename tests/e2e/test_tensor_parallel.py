@@ -57,7 +57,7 @@ STRUCTURED = {
     "choice": {"choice": ["red", "green", "blue"]},
     "grammar": {"grammar": 'root ::= "yes" | "no" ", " [a-z] [a-z] [a-z]'},
 }
-IDLE_S = 20.0
+IDLE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -397,8 +397,10 @@ def test_a_killed_rank_ends_the_round_and_torchrun_starts_the_next(job: Job, our
     """kill -9 of rank 0 takes API server and engine core along; a restart serves again."""
     expected = ours.greedy(PROMPTS[:2], 16)
     footprint = job.round_footprint()
+    files = footprint.socket_files()
     kill_nine(ours.pid("rank 0"))
     footprint.assert_gone(5.0)
+    assert files and not [file for file in files if file.exists()]
     wait_until(lambda: job.server.text().count("ready after") == 2, 180, "the second round")
     assert ours.greedy(PROMPTS[:2], 16) == expected
     assert ours.call("/topology")[1]["restarts"] == 1
@@ -406,6 +408,7 @@ def test_a_killed_rank_ends_the_round_and_torchrun_starts_the_next(job: Job, our
 
 def test_sigterm_at_rank_0_lets_running_requests_finish(job: Job, ours: Endpoint) -> None:
     footprint = job.footprint()
+    files = footprint.socket_files()
     first = threading.Event()
     pieces: list[str] = []
 
@@ -429,3 +432,4 @@ def test_sigterm_at_rank_0_lets_running_requests_finish(job: Job, ours: Endpoint
     assert len("".join(pieces)) == 100
     assert job.server.wait_exit(30) == 0, job.server.tail()
     footprint.assert_gone(1.0)
+    assert files and not [file for file in files if file.exists()]

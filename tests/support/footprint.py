@@ -45,6 +45,10 @@ class Footprint:
         taken = self.ports & {port for port, _ in _listeners("self")}
         assert not taken, f"somebody still listens on {taken}"
 
+    def socket_files(self) -> set[Path]:
+        """The files of local sockets that its processes hold now (in the test's own network namespace)."""
+        return {path for process in self.processes for path in socket_files_of(process.pid)}
+
     def left(self) -> set[str]:
         """The names in /dev/shm that are still there."""
         return {name for name in self.shared if (SHARED / name).exists()}
@@ -91,15 +95,31 @@ def _shared_of(pid: int) -> set[str]:
     return set(re.findall(rf" {SHARED}/(\S+)$", maps, re.MULTILINE))
 
 
+def socket_files_of(pid: int) -> set[Path]:
+    """The files of a process's local sockets that have some."""
+    targets = _descriptors_of(pid)
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {
+        Path(line[7])
+        for line in lines
+        if len(line) > 7 and line[7].startswith("/") and f"socket:[{line[6]}]" in targets
+    }
+
+
 def ports_of(pid: int) -> set[int]:
     """The TCP ports on which a process listens, in whatever network namespace."""
+    targets = _descriptors_of(pid)
+    with contextlib.suppress(OSError):
+        return {port for port, inode in _listeners(pid) if f"socket:[{inode}]" in targets}
+    return set()
+
+
+def _descriptors_of(pid: int) -> list[str]:
     targets = []
     for entry in Path(f"/proc/{pid}/fd").glob("*"):
         with contextlib.suppress(OSError):  # closed meanwhile
             targets.append(os.readlink(entry))
-    with contextlib.suppress(OSError):
-        return {port for port, inode in _listeners(pid) if f"socket:[{inode}]" in targets}
-    return set()
+    return targets
 
 
 def _listeners(pid: int | str) -> list[tuple[int, str]]:
