@@ -71,6 +71,12 @@ def test_a_sys_exit_that_is_caught_or_means_success(tmp_path: Path) -> None:
     assert text.count("caught 3") == 2 and own_lines(text) == []
 
 
+def test_a_system_exit_without_sys_exit_is_seen_by_torchrun_alone(tmp_path: Path) -> None:
+    code, text = run("exit_raised", tmp_path / "log")
+    assert code == 1 and re.search(r"exitcode *: 3 ", text), text
+    assert own_lines(text) == []
+
+
 def test_functions_registered_with_atexit_run_after_an_exception(tmp_path: Path) -> None:
     code, text = run("slow_handler", tmp_path / "log")
     assert code == 1 and "handler ran" in text

@@ -3,7 +3,8 @@
 No signal handler is installed, no child is forked, Ctrl-C is a KeyboardInterrupt as ever. What is added to
 the script's process: an exception that nobody catches, or a sys.exit() with a code other than 0, is told to
 the other ranks, which end with that cause; the loss of another rank ends this process; and at the script's
-end an LLM that is still open is closed. A SystemExit raised without sys.exit() counts as a normal end.
+end an LLM that is still open is closed. A SystemExit raised without sys.exit() counts as a normal end: it is
+freed before atexit, and no hook is called for it.
 """
 
 import atexit

@@ -116,6 +116,11 @@ def exit_7(job: ScriptJob) -> None:
     sys.exit(7)
 
 
+def exit_raised(job: ScriptJob) -> None:
+    """Without sys.exit(), a SystemExit is a normal end for us; its code is torchrun's to see."""
+    raise SystemExit(3)
+
+
 def unflushed(job: ScriptJob) -> None:
     """What rank 0 has printed before it is ended is not lost."""
     if RANK == 0:
@@ -138,7 +143,7 @@ SCRIPTS: dict[str, Callable[[ScriptJob], None]] = {
     one.__name__: one
     for one in (
         *(end, end_early, raise_on_1, raise_on_0, slow_handler, interrupt, interrupt_on_1, killed),
-        *(fork, thread, exit_on_1, exit_caught, exit_7, unflushed, numbers),
+        *(fork, thread, exit_on_1, exit_caught, exit_7, exit_raised, unflushed, numbers),
     )
 }
 
