@@ -30,10 +30,8 @@ class ControlSpec:
     allow_classes: tuple[str, ...]
     heartbeat_s: float
     join_timeout_s: float
-    driver_spins: bool = True
-    ranks_spin: bool = True
-    driver_cores: tuple[int, ...] = ()
-    """The cores that the driver in this process's child keeps to; empty: any."""
+    spins: bool = True
+    """Whether readers of a ring poll for a second after each message."""
     first_replica: int = 0
     """The replica that vLLM, below an endpoint with some of the replicas, takes for its first."""
     in_process: bool = False
@@ -45,7 +43,6 @@ class ControlSpec:
         plain["cluster"] = self.cluster.to_json()
         plain["layout"] = asdict(self.layout)
         plain["allow_classes"] = list(self.allow_classes)
-        plain["driver_cores"] = list(self.driver_cores)
         return plain
 
     @classmethod
@@ -55,7 +52,6 @@ class ControlSpec:
         values["cluster"] = Cluster.from_json(values["cluster"])
         values["layout"] = Layout(**values["layout"])
         values["allow_classes"] = tuple(values["allow_classes"])
-        values["driver_cores"] = tuple(values["driver_cores"])
         return cls(**values)
 
     def key(self) -> bytes | None:

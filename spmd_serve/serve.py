@@ -17,7 +17,7 @@ from spmd_serve.flags import Early
 from spmd_serve.job import Job
 from spmd_serve.load_balancing import Endpoint, check_spread, check_uds, endpoints, ports
 from spmd_serve.probe_port import open_probes
-from spmd_serve.spinning import is_autogrouped, who_polls
+from spmd_serve.spinning import may_spin
 from spmd_serve.topology import Layout, spans
 
 if TYPE_CHECKING:
@@ -91,15 +91,6 @@ def plan_endpoints(job: Job, layout: Layout, *, shrinks: bool = False) -> tuple[
 def control_spec(job: Job, layout: Layout) -> ControlSpec:
     """What drivers and ranks need to know to find each other."""
     membership, flags = job.membership, job.flags
-    allowed = sorted(os.sched_getaffinity(0))
-    polling = who_polls(
-        membership.cluster,
-        membership.me,
-        len(allowed),
-        drives=1 if flags.lb == "external" else layout.dp,
-        autogrouped=is_autogrouped(),
-        mine=cores.machine_share(membership.cluster, membership.me, allowed),
-    )
     return ControlSpec(
         backend=flags.control_backend,
         lb=flags.lb,
@@ -113,9 +104,7 @@ def control_spec(job: Job, layout: Layout) -> ControlSpec:
         allow_classes=flags.control_allow_class,
         heartbeat_s=HEARTBEAT_S,
         join_timeout_s=flags.join_timeout,
-        driver_spins=polling.driver,
-        ranks_spin=polling.ranks,
-        driver_cores=polling.driver_cores,
+        spins=may_spin(membership.cluster, membership.me, len(os.sched_getaffinity(0))),
     )
 
 

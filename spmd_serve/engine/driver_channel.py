@@ -8,7 +8,7 @@ from typing import Any
 
 import vllm.envs as envs
 
-from spmd_serve import codec, cores
+from spmd_serve import codec
 from spmd_serve.channel.base import ChannelClosed
 from spmd_serve.channel.gloo import open_outbox
 from spmd_serve.channel.local import OwnLine
@@ -144,12 +144,11 @@ class DriverChannel:
             replies[spec.layout.first_rank(replica)] = self._own.replies
         for rank in plan.ring:
             address = get_json(store, loaded_key(rank), spec.join_timeout_s, "the reply ring", who[rank])
-            replies[rank] = RingInbox(address, 0, spin=spec.driver_spins)
+            replies[rank] = RingInbox(address, 0, spin=spec.spins)
         if door is not None:
             remote = {rank: name for rank, name in who.items() if rank not in replies}
             replies.update(door.accept(remote, spec.join_timeout_s, logger.info))
         if ring is not None:
-            cores.bind(spec.driver_cores)
             bells = [replies[rank] for rank in plan.members]
             ways.append(BellOutbox(ring, bells) if spec.backend == "nccl" and bells else ring)
             ring.wait_until_ready()

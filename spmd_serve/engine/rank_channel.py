@@ -165,9 +165,7 @@ class RankChannel:
             self.reply = RingOutbox(1, RING_CHUNK_BYTES)
             put_json(self._store, loaded_key(rank), self.reply.address)
             ring = RingInbox(
-                self._get(ring_key(self._replica, None)),
-                self._plan.ring.index(rank),
-                spin=self._spec.ranks_spin,
+                self._get(ring_key(self._replica, None)), self._plan.ring.index(rank), spin=self._spec.spins
             )
             source = self._root(ring) if self._spec.backend == "nccl" else ring
         else:

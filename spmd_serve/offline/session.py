@@ -34,6 +34,7 @@ from spmd_serve.offline.options import Options
 from spmd_serve.offline.outcome import Outcome, allow_answers
 from spmd_serve.offline.script_job import ScriptJob
 from spmd_serve.offline.shard_thread import OWN_CALL, ShardThread
+from spmd_serve.spinning import may_spin
 from spmd_serve.store import FOREVER_S
 from spmd_serve.topology import Layout
 
@@ -160,6 +161,7 @@ class Session:
             allow_classes=flags.control_allow_class,
             heartbeat_s=HEARTBEAT_S,
             join_timeout_s=flags.join_timeout,
+            spins=may_spin(membership.cluster, self.me, len(os.sched_getaffinity(0))),
             in_process=True,
         )
 
