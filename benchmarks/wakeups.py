@@ -1,11 +1,12 @@
-"""What a wait of a CPU rank costs, and who makes it cheaper: gloo's all-reduce beside processes that poll.
+"""What a wait of a CPU rank costs: gloo's all-reduce, by where its threads may run and who polls beside it.
 
-    python -m benchmarks.wakeups
+    python -m benchmarks.wakeups [--own-sessions]
 
 Two ranks, each bound to a core of its own, alternate between a small product and an all-reduce of 1 KiB, as a
-tensor parallel step does. Beside them, bound to the same cores, run processes that only call sched_yield():
-as what polls for the next message does. Each in the ranks' session, or in one of its own (Linux then makes
-it a scheduling group of its own: sched_autogroup). Prints microseconds per round, the median of the repeats.
+tensor parallel step does. gloo's threads are bound to the rank's core too, or may run on both. Beside the
+ranks, bound to their cores, run processes that only call sched_yield(): as what polls for a message does.
+`--own-sessions`: each process in a session of its own (Linux then makes it a scheduling group of its own:
+sched_autogroup), as torchrun starts ranks. Prints microseconds per round, the median of the repeats.
 """
 
 import argparse
@@ -19,19 +20,17 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
+from spmd_serve.engine.gloo_devices import free_gloo_threads
 from spmd_serve.process import die_with_parent
 
 WORLD = 2
 DEADLINE_S = 120.0
-CASES: dict[str, tuple[bool, tuple[int, ...]]] = {
-    "nobody polls": (False, ()),
-    "one poller, on rank 0's core": (False, (0,)),
-    "two pollers": (False, (0, 1)),
-    "ranks in sessions of their own, nobody polls": (True, ()),
-    "ranks and one poller in sessions of their own": (True, (0,)),
-    "ranks and two pollers in sessions of their own": (True, (0, 1)),
+POLLERS: dict[str, tuple[int, ...]] = {
+    "nobody polls": (),
+    "one poller, on rank 0's core": (0,),
+    "two pollers": (0, 1),
 }
-"""Name: whether each process has a session of its own, and beside which ranks somebody polls."""
+"""Beside which ranks somebody polls."""
 
 
 def prepare(core: int, own_session: bool) -> None:
@@ -43,15 +42,18 @@ def prepare(core: int, own_session: bool) -> None:
 
 
 def rank(
-    number: int, core: int, own_session: bool, meeting: str, asked: argparse.Namespace, out: Any
+    number: int, cores: list[int], free: bool, meeting: str, asked: argparse.Namespace, out: Any
 ) -> None:
     """One rank; rank 0 hands in the microseconds per round of each repeat."""
-    prepare(core, own_session)
+    prepare(cores[number], asked.own_sessions)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=WORLD)
+    dist.barrier()
+    if free:
+        free_gloo_threads(cores)
     sent, weights = torch.ones(1, 256), torch.randn(256, 1024)
     seen = []
     for _ in range(asked.repeats + 1):
@@ -73,21 +75,19 @@ def poll(core: int, own_session: bool, end: "Synchronized[int]") -> None:
         os.sched_yield()
 
 
-def measure(own_sessions: bool, pollers: tuple[int, ...], asked: argparse.Namespace) -> float:
+def measure(free: bool, pollers: tuple[int, ...], asked: argparse.Namespace) -> float:
     """Microseconds per round."""
     fork = multiprocessing.get_context("fork")
     cores = sorted(os.sched_getaffinity(0))[:WORLD]
     end, out = fork.Value("i", 0, lock=False), fork.Queue()
     with tempfile.TemporaryDirectory() as folder:
         started = [
-            fork.Process(target=poll, args=(cores[beside], own_sessions, end), daemon=True)
+            fork.Process(target=poll, args=(cores[beside], asked.own_sessions, end), daemon=True)
             for beside in pollers
         ]
         meeting = str(Path(folder) / "meeting")
         started += [
-            fork.Process(
-                target=rank, args=(number, cores[number], own_sessions, meeting, asked, out), daemon=True
-            )
+            fork.Process(target=rank, args=(number, cores, free, meeting, asked, out), daemon=True)
             for number in range(WORLD)
         ]
         try:
@@ -108,12 +108,14 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=1500, help="of one repeat")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--own-sessions", action="store_true", help="a session for each process")
     asked = parser.parse_args()
     if len(os.sched_getaffinity(0)) < WORLD:
         print("needs two cores", file=sys.stderr)
         return 1
-    for name, (own_sessions, pollers) in CASES.items():
-        print(f"{name}: {measure(own_sessions, pollers, asked):.0f} us", flush=True)
+    for name, pollers in POLLERS.items():
+        bound, free = (measure(free, pollers, asked) for free in (False, True))
+        print(f"{name}: gloo's threads bound {bound:.0f} us, free {free:.0f} us", flush=True)
     return 0
 
 

@@ -63,6 +63,13 @@ def cpu_quota(cgroup_file: Path = _CGROUP_FILE, root: Path = _CGROUP_ROOT) -> fl
     return min(quotas, default=None)
 
 
+def lent(quota: float | None = None) -> int:
+    """How many CPUs this process and its neighbours may use: its affinity, within the cgroup's quota."""
+    quota = cpu_quota() if quota is None else quota
+    allowed = len(os.sched_getaffinity(0))
+    return allowed if quota is None else min(allowed, math.ceil(quota))
+
+
 def prepare_environ(
     env: TorchrunEnv,
     environ: MutableMapping[str, str],

@@ -104,7 +104,7 @@ def control_spec(job: Job, layout: Layout) -> ControlSpec:
         allow_classes=flags.control_allow_class,
         heartbeat_s=HEARTBEAT_S,
         join_timeout_s=flags.join_timeout,
-        spins=may_spin(membership.cluster, membership.me, len(os.sched_getaffinity(0))),
+        spins=may_spin(membership.cluster, membership.me, cores.lent()),
     )
 
 

@@ -9,6 +9,7 @@ from spmd_serve.cores import (
     bind,
     cpu_quota,
     format_cpus,
+    lent,
     machine_share,
     memory_rivals,
     parse_cpus,
@@ -119,6 +120,12 @@ def cgroup(root: Path, own: str, limits: dict[str, str]) -> tuple[Path, Path]:
 def test_the_tightest_quota_on_the_way_up_counts(tmp_path: Path) -> None:
     limits = {"pod": "150000 100000", "pod/box": "max 100000", "other": "1000 100000"}
     assert cpu_quota(*cgroup(tmp_path, "/pod/box", limits)) == 1.5
+
+
+def test_a_quota_lends_fewer_cpus_than_the_machine_shows() -> None:
+    shown = len(os.sched_getaffinity(0))
+    assert [lent(quota) for quota in (0.5, 1.0, 1e6)] == [1, 1, shown]
+    assert 1 <= lent() <= shown
 
 
 def test_no_quota(tmp_path: Path) -> None:

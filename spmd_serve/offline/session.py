@@ -15,7 +15,7 @@ import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from spmd_serve import log
+from spmd_serve import cores, log
 from spmd_serve.agreement import agree, collect
 from spmd_serve.channel.local import OwnLine
 from spmd_serve.control import ControlSpec
@@ -161,7 +161,7 @@ class Session:
             allow_classes=flags.control_allow_class,
             heartbeat_s=HEARTBEAT_S,
             join_timeout_s=flags.join_timeout,
-            spins=may_spin(membership.cluster, self.me, len(os.sched_getaffinity(0))),
+            spins=may_spin(membership.cluster, self.me, cores.lent()),
             in_process=True,
         )
 
