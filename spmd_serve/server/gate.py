@@ -69,7 +69,7 @@ class GateKeeper:
         if scope["type"] not in ("http", "websocket") or path in OPEN_ROUTES:
             await self._app(scope, receive, send)
             return
-        visit = Visit(scope["type"], receive, send)
+        visit = Visit(scope, receive, send)
         why = self._gate.why_shut()
         if why is not None:
             await visit.refuse(why)
@@ -84,8 +84,9 @@ class GateKeeper:
 class Visit:
     """One request inside. Once cut, the app sees a client that has hung up, and the client an error."""
 
-    def __init__(self, kind: str, receive: Receive, send: Send) -> None:
-        self._kind = kind
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._kind: str = scope["type"]
+        self._may_answer_handshake = "websocket.http.response" in scope.get("extensions", {})
         self._from_client, self._to_client = receive, send
         self._reading: asyncio.Future[Message] | None = None
         self._telling: asyncio.Task[None] | None = None
@@ -112,10 +113,13 @@ class Visit:
             self._telling = asyncio.ensure_future(self._tell(why))
 
     async def refuse(self, why: str) -> None:
-        """Answer it with an error of ours; nothing has been answered yet."""
-        if self._kind == "websocket":
-            await self._to_client({"type": "websocket.close", "code": _TRY_AGAIN_LATER, "reason": why})
-            return
+        """Answer it with an error of ours; nothing has been answered yet (a WebSocket may be open)."""
+        kind = self._kind
+        if kind == "websocket":
+            if self._begun or not self._may_answer_handshake:
+                await self._to_client({"type": "websocket.close", "code": _TRY_AGAIN_LATER, "reason": why})
+                return
+            kind = "websocket.http"
         body = error_body(why)
         headers = [
             (b"content-type", b"application/json"),
@@ -124,8 +128,8 @@ class Visit:
             (b"connection", b"close"),
         ]
         status = HTTPStatus.SERVICE_UNAVAILABLE
-        await self._to_client({"type": "http.response.start", "status": status, "headers": headers})
-        await self._to_client({"type": "http.response.body", "body": body})
+        await self._to_client({"type": f"{kind}.response.start", "status": status, "headers": headers})
+        await self._to_client({"type": f"{kind}.response.body", "body": body})
 
     async def _tell(self, why: str) -> None:
         if not self._begun or self._kind == "websocket":
@@ -147,7 +151,9 @@ class Visit:
     async def _send(self, message: Message) -> None:
         if self._cut.done():
             return
-        if message["type"] == "http.response.start":
+        if message["type"] == "websocket.accept":
+            self._begun = True
+        elif message["type"] == "http.response.start":
             self._begun = True
             content_type = dict(message.get("headers", ())).get(b"content-type", b"")
             self._is_stream = content_type.startswith(b"text/event-stream")
