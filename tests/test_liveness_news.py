@@ -50,7 +50,7 @@ class Inside:
         async def send(_message: Any) -> None:
             self.told = True
 
-        self._visit = Visit("http", receive, send)
+        self._visit = Visit({"type": "http"}, receive, send)
         gate.enter(self._visit)
 
     def leave(self) -> None:

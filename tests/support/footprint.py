@@ -15,7 +15,7 @@ from tests.support.waiting import wait_until
 SHARED = Path("/dev/shm")
 TIDY_S = 5.0  # for those who only clean up behind others: multiprocessing's resource tracker
 SPIN_S = 3.0
-END_S = 20.0  # 2 to 3 s where nothing else runs; another file of tests may
+END_S = 10.0  # 2 to 3 s where nothing else runs; another file of tests may
 LISTEN = "0A"  # in /proc/net/tcp
 
 
