@@ -116,10 +116,9 @@ def machine_share(
 
 def memory_rivals(cluster: Cluster, me: RankInfo, *, sysfs: Path = _SYSFS) -> int:
     """How many ranks, this one included, compute on the NUMA node of this rank's machine on which it does."""
+    mine = _numa_node(cluster, me, sysfs)
     return sum(
-        _numa_node(cluster, info, sysfs) == _numa_node(cluster, me, sysfs)
-        for info in cluster.ranks
-        if info.machine_id == me.machine_id
+        _numa_node(cluster, info, sysfs) == mine for info in cluster.ranks if info.machine_id == me.machine_id
     )
 
 

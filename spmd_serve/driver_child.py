@@ -124,8 +124,8 @@ def _run(
     early_end: SpmdError | None,
 ) -> None:
     # A process group of its own: a signal to that of the job reaches it only through rank 0, which decides
-    # whether that means drain. It stays in the session that torchrun made for the rank;
-    # without torchrun it leaves that of the terminal.
+    # whether that means drain. It stays in the session that torchrun made for the rank; without torchrun it
+    # leaves that of the terminal.
     if os.getsid(0) == os.getppid():
         os.setpgid(0, 0)
     else:

@@ -10,9 +10,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from tests.support.ports import free_port
 from tests.support.server import Server
 from tests.support.torchrun import Rendezvous, plain_environ, torchrun_command
 from tests.support.waiting import Note, wait_until
+from tests.support.web import web_server
 
 DEADLINE_S = 60.0
 TOGETHER_S = 20.0
@@ -170,28 +170,17 @@ def test_a_signal_while_the_engine_ends_changes_nothing(
     assert written(place) == 10 and "the job has failed" not in run.text()
 
 
-@contextmanager
-def web(folder: Path) -> Iterator[str]:
-    """The address of a server with the files of a folder."""
+class Quiet(SimpleHTTPRequestHandler):
+    """The files of a folder."""
 
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join(10)
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 def test_max_errors_stops_a_run_that_reads_from_a_web_server(tmp_path: Path) -> None:
     place = Place(tmp_path)
     put(place, 100, dict.fromkeys((2, 4, 6, 8, 90), FAILS))
-    with web(tmp_path) as address:
+    with web_server(partial(Quiet, directory=str(tmp_path))) as address:
         source = f"-i={address}/{place.input.name}"
         run = Run(place, tmp_path, source, "--max-errors=2", "--max-in-flight=1")
         assert run.to_its_end() == [1]

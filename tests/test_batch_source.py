@@ -3,10 +3,8 @@
 import asyncio
 import hashlib
 import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import uvloop
 from spmd_serve.batch import source as module
 from spmd_serve.batch.source import Fingerprint, Source
 from spmd_serve.errors import UsageError
+from tests.support.web import web_server
 
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
@@ -106,20 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def web_server() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join(10)
-
-
 def test_url(tmp_path: Path) -> None:
-    with web_server() as address:
+    with web_server(_Handler) as address:
         source = Source.open(f"{address}/in.jsonl", str(tmp_path))
         assert os.listdir(tmp_path) == []
         fingerprint = source.identify()

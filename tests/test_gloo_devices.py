@@ -35,14 +35,19 @@ dist.destroy_process_group()
 """
 
 
-def test_one_loop_thread_serves_all_groups() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(free_port())],
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, with a port for its store."""
+    return subprocess.run(
+        [sys.executable, "-c", program, str(free_port())],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
+
+
+def test_one_loop_thread_serves_all_groups() -> None:
+    done = run(PROGRAM)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
@@ -72,19 +77,9 @@ dist.destroy_process_group()
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core only: nothing to bind to a part of")
 def test_gloos_threads_leave_the_core_to_who_computes() -> None:
     """torch's names of these threads are relied on: none found would be a failure here."""
-    done = subprocess.run(
-        [sys.executable, "-c", FREE, str(free_port())],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    first, everything = (format_cpus(part) for part in _first_and_all())
+    done = run(FREE)
+    cpus = sorted(os.sched_getaffinity(0))
+    first, everything = format_cpus(cpus[:1]), format_cpus(cpus)
     expected = {f"0 gloo_tcp_loop {first}", f"0 pt_gloo_runloop {first}"}
     expected |= {f"1 gloo_tcp_loop {everything}", f"1 pt_gloo_runloop {everything}"}
     assert (done.returncode, set(done.stdout.splitlines())) == (0, expected), done.stderr
-
-
-def _first_and_all() -> tuple[list[int], list[int]]:
-    cpus = sorted(os.sched_getaffinity(0))
-    return cpus[:1], cpus

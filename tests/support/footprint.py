@@ -15,7 +15,7 @@ from tests.support.waiting import wait_until
 SHARED = Path("/dev/shm")
 TIDY_S = 5.0  # for those who only clean up behind others: multiprocessing's resource tracker
 SPIN_S = 3.0
-END_S = 10.0  # 2 to 3 s where nothing else runs; another file of tests may
+END_S = 10.0  # 2 to 3 s where nothing else runs; another file of tests may run too
 LISTEN = "0A"  # in /proc/net/tcp
 
 
@@ -47,7 +47,10 @@ class Footprint:
 
     def socket_files(self) -> set[Path]:
         """The files of local sockets that its processes hold now (in the test's own network namespace)."""
-        return {path for process in self.processes for path in socket_files_of(process.pid)}
+        lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+        named = {f"socket:[{line[6]}]": Path(line[7]) for line in lines if line[7:] and line[7][0] == "/"}
+        held = {target for process in self.processes for target in _descriptors_of(process.pid)}
+        return {path for socket, path in named.items() if socket in held}
 
     def left(self) -> set[str]:
         """The names in /dev/shm that are still there."""
@@ -93,17 +96,6 @@ def _shared_of(pid: int) -> set[str]:
     except OSError:
         return set()
     return set(re.findall(rf" {SHARED}/(\S+)$", maps, re.MULTILINE))
-
-
-def socket_files_of(pid: int) -> set[Path]:
-    """The files of a process's local sockets that have some."""
-    targets = _descriptors_of(pid)
-    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    return {
-        Path(line[7])
-        for line in lines
-        if len(line) > 7 and line[7].startswith("/") and f"socket:[{line[6]}]" in targets
-    }
 
 
 def ports_of(pid: int) -> set[int]:
