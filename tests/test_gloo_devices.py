@@ -55,19 +55,27 @@ FREE = """
 import os, sys
 import torch.distributed as dist
 from pathlib import Path
+from tests.support.waiting import wait_until
 from spmd_serve import cores
 from spmd_serve.engine.gloo_devices import free_gloo_threads
 
 everything = sorted(os.sched_getaffinity(0))
 cores.bind(everything[:1])
+
+def named():
+    here = Path("/proc/self/task")
+    tasks = {int(task.name): (task / "comm").read_text().strip() for task in here.iterdir()}
+    return [(pid, name) for pid, name in tasks.items() if "gloo" in name]
+
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 1, True)
+before = len(os.listdir("/proc/self/task"))
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+started = len(os.listdir("/proc/self/task")) - before
+wait_until(lambda: len(named()) == started, 20.0, f"{started} threads of gloo's to name themselves")
 free_gloo_threads([])
 for round in range(2):
-    for task in Path("/proc/self/task").iterdir():
-        name = (task / "comm").read_text().strip()
-        if "gloo" in name:
-            print(round, name, cores.format_cpus(sorted(os.sched_getaffinity(int(task.name)))))
+    for pid, name in named():
+        print(round, name, cores.format_cpus(sorted(os.sched_getaffinity(pid))))
     assert sorted(os.sched_getaffinity(0)) == everything[:1]
     free_gloo_threads(everything)
 dist.destroy_process_group()

@@ -260,6 +260,14 @@ def test_the_watcher_goes_when_nobody_ever_connected(job: Job) -> None:
     wait_until(refused, 1.5, "the end of the watcher")
 
 
+def test_the_view_lists_ranks_by_number_whoever_came_first(job: Job) -> None:
+    host = job.host(2, 0)
+    host.child("api", "API server")
+    host.join(job.actor("late"), "rank", "rank 1", 1)
+    names = [member["name"] for member in host.ranks[0].link("view", 5.0)["members"]]
+    assert names == ["rank 0", "rank 1", "rank 2", "API server"]
+
+
 def test_the_end_of_the_agent_is_the_first_cause(job: Job) -> None:
     host = job.host(0, 1)
     host.agent.kill()

@@ -33,11 +33,14 @@ def api_server(agent: int) -> int:
 def recovers(job: LightJob, before: Round, fault: str, make: Callable[[], object], note: Note) -> Round:
     """Makes a fault; all of the old round ends, a new one serves, nothing of the old one is left."""
     old = job.ranks()
-    started = time.monotonic()
+    started, clock = time.monotonic(), time.time()
     make()
     gone = old.seconds_to_end(GONE_S)
     after = job.served(before)
-    note(f"{fault}: all gone after {gone:.2f} s, serving again after {time.monotonic() - started:.2f} s")
+    again = time.monotonic() - started
+    # Nobody keeps a note of it where the head's watcher is what was killed.
+    noticed = f"noticed after {after['noticed_at'] - clock:.2f} s, " if after["noticed_at"] > clock else ""
+    note(f"{fault}: {noticed}all gone after {gone:.2f} s, serving again after {again:.2f} s")
     assert not set(after["pids"].values()) & set(before["pids"].values())
     assert not old.left()
     return after

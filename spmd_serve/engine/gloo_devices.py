@@ -46,7 +46,7 @@ def free_gloo_threads(cores: Sequence[int]) -> None:
 
     They inherit the one or few cores to which the rank is bound. There each message that arrives takes the
     core from who computes, twice, although another may be idle (measured: docs/benchmarks.md).
-    Nothing for an empty list.
+    Nothing for an empty list. A thread started a moment ago may not have its name yet, and is missed.
     """
     for task in Path("/proc/self/task").iterdir() if cores else ():
         try:

@@ -76,7 +76,6 @@ class Shard(WorkerProc):
     def _init_message_queues(self, input_shm_handle: Any, vllm_config: Any) -> None:
         channel = RankChannel(self._spec, self._me, self._store, self._slot, self._link_lost, self._own)
         channel.open()
-        free_gloo_threads(parse_cpus(self._me.cpus))
         self.rpc_broadcast_mq = channel.inbox
         self.worker_response_mq = channel.reply
         self.peer_response_handles: list[Any] = []
@@ -112,14 +111,19 @@ class Shard(WorkerProc):
             # Profiling, compiling and graph capture may take longer than any step.
             super()._execute_worker_rpc(rpc_request)
             if rpc_request[0] == LAST_OF_LOADING:
-                self._loaded = True
-                self._slot.state("ready")
+                self._has_loaded()
             return
         self._slot.step_begin()
         try:
             super()._execute_worker_rpc(rpc_request)
         finally:
             self._slot.step_end()
+
+    def _has_loaded(self) -> None:
+        self._loaded = True
+        # Not before: a thread has its name, by which it is found, only from its own first moment on.
+        free_gloo_threads(parse_cpus(self._me.cpus))
+        self._slot.state("ready")
 
     def obey(self) -> None:
         """Run the driver's messages until it says stop; returns then."""

@@ -38,7 +38,7 @@ def build(watcher: "Watcher") -> Message:
         "members": [
             _row(row, number, names[number], silent_s)
             for number, (table, silent_s) in sorted(tables.items())
-            for row in table
+            for row in sorted(table, key=_place)
         ],
         "serving": watcher.serving.all,
         "history": watcher.serving.history,
@@ -46,6 +46,12 @@ def build(watcher: "Watcher") -> Message:
         "ended": watcher.has_ended,
         "verdict": watcher.verdict.to_json() if watcher.verdict is not None else None,
     }
+
+
+def _place(row: Message) -> tuple[bool, int]:
+    """A host's ranks by number, then the others as they came: that is the order of their start otherwise."""
+    is_rank = row["kind"] == "rank"
+    return not is_rank, row["rank"] if is_rank else 0
 
 
 def _row(row: Message, node: int, host: str, silent_s: float) -> Message:

@@ -66,8 +66,9 @@ class ScriptShard(Shard):
         # A script's own methods may take as long as they like, also above the time of a step.
         self._slot.state("loading")
         WorkerProc._execute_worker_rpc(self, rpc_request)
-        self._loaded = self._loaded or method == LAST_OF_LOADING
-        if self._loaded:
+        if method == LAST_OF_LOADING:
+            self._has_loaded()
+        elif self._loaded:
             self._slot.state("ready")
 
     def obey(self) -> None:

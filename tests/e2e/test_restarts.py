@@ -48,7 +48,7 @@ def comes_back(job: Job, name: str, fault: Fault, expected: list[list[int]], not
     stopped = fault is freeze
     with Crowd(job.endpoint.url, streams=clients, plain=0, tokens=TOKENS) as crowd:
         crowd.wait_begun()
-        started = time.monotonic()
+        started, clock = time.monotonic(), time.time()
         fault(pid)
         gone = old.seconds_to_end(GONE_S + (RANK_TIMEOUT_S if stopped else 0.0))
         crowd.wait_ended(GONE_S)
@@ -56,13 +56,25 @@ def comes_back(job: Job, name: str, fault: Fault, expected: list[list[int]], not
     told = sorted(request.ended_at - started for request in crowd.requests if request.ended_at is not None)
     errors = sum(request.broken is None and request.error is not None for request in crowd.requests)
     wait_until(lambda: serves(job, expected), SERVE_S, f"the job to serve again\n{job.server.tail()}")
+    again = time.monotonic() - started
     note(
-        f"{'SIGSTOP' if stopped else 'kill -9'} of {name}, {clients} streams: all gone after {gone:.2f} s, "
+        f"{'SIGSTOP' if stopped else 'kill -9'} of {name}, {clients} streams: {noticed(job, clock)}"
+        f"all gone after {gone:.2f} s, "
         + (f"clients knew after {told[0]:.2f} to {told[-1]:.2f} s ({errors} by an error), " if told else "")
-        + f"served again after {time.monotonic() - started:.1f} s"
+        + f"served again after {again:.1f} s"
     )
     assert not old.left(), "names in /dev/shm are left"
     return job.server.text()[said:]
+
+
+def noticed(job: Job, clock: float) -> str:
+    """How long after the Unix time `clock` there was a verdict, by what the round that serves now remembers.
+
+    Nothing where nobody has kept a note of it, for the watcher is what was killed.
+    """
+    view = job.endpoint.call("/topology")[1]
+    at = view["history"].get("last", {}).get("detected_at", 0.0)
+    return f"noticed after {at - clock:.2f} s, " if at > clock else ""
 
 
 def test_a_rank_killed_under_streams_and_a_stopped_one(tiny_qwen3: Path, tmp_path: Path, note: Note) -> None:

@@ -1,7 +1,7 @@
 """A job without a model, for what torchrun and we do around one: `-m tests.support.light_job FLAGS`.
 
 Ranks, watchers, votes and rank 0's child are the program's own. The child answers every GET with the job's
-round, as JSON; ranks wait for the end. So a round starts in seconds.
+round, and when the last failure was noticed, as JSON; ranks wait for the end. So a round starts in seconds.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from spmd_serve.elastic import AUTO
 from spmd_serve.errors import SpmdError
 from spmd_serve.flags import parse_early
 from spmd_serve.job import LAST_WORDS_S, Job
+from spmd_serve.liveness import fetch_view
 from spmd_serve.probe_port import open_probes
 from spmd_serve.report import report
 from spmd_serve.serve import control_spec, open_door, plan_endpoints
@@ -55,7 +56,8 @@ def serve(job: Job, door: "Door", layout: Layout, started: float) -> None:
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps(answer).encode()
+            last = fetch_view(spec.watcher, 5.0)["history"].get("last", {})
+            body = json.dumps(answer | {"noticed_at": last.get("detected_at", 0.0)}).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

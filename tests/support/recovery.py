@@ -23,7 +23,9 @@ SERVE_S = 90.0
 ASK_S = 2.0
 
 Round = dict[str, Any]
-"""What a light job answers: its generation, dp, hosts, and the pids of its ranks."""
+"""What a light job answers: its generation, dp, hosts, the pids of its ranks, and `noticed_at`: the Unix time
+
+of the last failure's verdict, 0 where there was none."""
 
 
 @dataclass
