@@ -37,7 +37,8 @@ def view_of(**changes: Any) -> dict[str, Any]:
             "host": "a",
             "state": "ready",
             "sent": 9,
-            "sent_bytes": 900,
+            "host_bytes": 450,
+            "network_bytes": 900,
             "send_s": 0.25,
         },
     ]
@@ -136,6 +137,8 @@ def test_metrics_are_what_prometheus_reads() -> None:
     assert found[("spmd_serve_rank_step_in_flight_seconds", "1", 'b"\\')] == 0.125
     assert ("spmd_serve_rank_step_in_flight_seconds", "0", "a") not in found
     assert found[("spmd_serve_control_messages_total", "engine core", "a")] == 9
+    assert found[("spmd_serve_control_host_bytes_total", "engine core", "a")] == 450
+    assert found[("spmd_serve_control_network_bytes_total", "engine core", "a")] == 900
     assert found[("spmd_serve_ready",)] == 1 and found[("spmd_serve_failures_total",)] == 0
     assert found[("spmd_serve_info", "abc")] == 1
     assert ("spmd_serve_host_sign_age_seconds", "b") not in found

@@ -5,6 +5,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from spmd_serve.errors import UsageError
 
@@ -128,6 +129,27 @@ def test_a_reader_that_sleeps_is_woken_by_every_message() -> None:
         assert read.get(timeout=LOST_S) == number
     out.enqueue(None)
     thread.join(LOST_S)
+    for end in (inbox, out):
+        end.shutdown()
+
+
+def test_the_size_of_a_message_as_it_lies_in_the_ring() -> None:
+    """Leans on vLLM's layout of a slot: parts with their lengths, or a mark for what went over a socket."""
+    from spmd_serve.engine import ring
+
+    out = ring.RingOutbox(1, 3 << 20)
+    inbox = ring.RingInbox(out.address, 0, spin=False)
+    ready = threading.Thread(target=inbox.wait_until_ready, daemon=True)
+    ready.start()
+    out.wait_until_ready()
+    ready.join(LOST_S)
+    sizes = {}
+    # From a MiB on a tensor's bytes are a part of their own.
+    for length in (0, 1000, 1 << 20, 2 << 20, 4 << 20):
+        sizes[length] = out.enqueue(torch.zeros(length, dtype=torch.uint8))
+        assert len(inbox.dequeue(timeout=LOST_S)) == length
+    assert 0 < sizes[0] < 1000 < sizes[1000] < 2000
+    assert [sizes[length] // length for length in (1 << 20, 2 << 20, 4 << 20)] == [1, 1, 0]
     for end in (inbox, out):
         end.shutdown()
 

@@ -123,9 +123,11 @@ class BellOutbox:
     def wait_until_ready(self) -> None:
         """The ring's and the connections' own business."""
 
-    def enqueue(self, obj: object, timeout: float | None = None) -> None:
-        """Send `obj` to all ranks; waits while rank 0's ring is full."""
-        self.enqueue_encoded(codec.encode(obj), timeout)
+    def enqueue(self, obj: object, timeout: float | None = None) -> int:
+        """Send `obj` to all ranks; waits while rank 0's ring is full. Returns its bytes, counted once."""
+        payload = codec.encode(obj)
+        self.enqueue_encoded(payload, timeout)
+        return len(payload)
 
     def enqueue_encoded(self, payload: Buffer, timeout: float | None = None) -> None:
         """Send what codec.encode has made already."""

@@ -53,12 +53,16 @@ class DriverOutbox:
     def enqueue(self, obj: object, timeout: float | None = None) -> None:
         """Send (method, args, kwargs, output_rank); TimeoutError if a rank takes nothing in `timeout` s."""
         begun = time.monotonic()
-        network_bytes = 0
+        host_bytes = network_bytes = 0
         with self._lock:
             for way in self._ways:
-                network_bytes += way.enqueue(obj, timeout) or 0
+                size = way.enqueue(obj, timeout) or 0
+                if isinstance(way, RingOutbox):
+                    host_bytes += size
+                else:
+                    network_bytes += size
         self.sent_at = time.monotonic()
-        self._slot.sent(network_bytes, self.sent_at - begun)
+        self._slot.sent(host_bytes, network_bytes, self.sent_at - begun)
 
     def heartbeat(self) -> None:
         """A sign of life to every rank. Never waits: what is full holds signs enough for a busy reader."""

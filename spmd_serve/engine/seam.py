@@ -34,6 +34,7 @@ __all__ = [
     "count_engines_from",
     "fork_engine_cores",
     "keep_notifications",
+    "last_message_bytes",
     "quieten",
     "sleep_instead_of_spinning",
 ]
@@ -195,6 +196,23 @@ def keep_notifications(queue: MessageQueue) -> None:
     socket.setsockopt(zmq.SNDHWM, _NOTIFICATIONS)  # for addresses that are bound from now on
     queue.handle.local_notify_addr = get_open_zmq_ipc_path()
     socket.bind(queue.handle.local_notify_addr)
+
+
+def last_message_bytes(queue: MessageQueue) -> int:
+    """Bytes of what a ring's writer has enqueued last; 0 for what was too long for a slot of the ring.
+
+    vLLM's layout of a slot: a byte (1: the message went over a socket instead), two bytes with the number of
+    parts, then before each part four bytes with its length, all big-endian.
+    """
+    last = (queue.current_idx - 1) % queue.buffer.max_chunks
+    with queue.buffer.get_data(last) as slot:
+        if slot[0] == 1:
+            return 0
+        at, total = 3, 0
+        for _ in range(int.from_bytes(slot[1:3], "big")):
+            length = int.from_bytes(slot[at : at + 4], "big")
+            at, total = at + 4 + length, total + length
+        return total
 
 
 def sleep_instead_of_spinning(queue: MessageQueue) -> None:

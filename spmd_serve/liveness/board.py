@@ -19,15 +19,15 @@ BOARD_BYTES = SLOT_BYTES * SLOTS
 _STARTED, _DONE, _STATE = 0, 1, 2
 _STARTED_AT, _DONE_AT, _TURNED_AT = 3, 4, 5
 _BUSY_S = 6
-_SENT, _SENT_BYTES, _SEND_S = 7, 8, 9
+_SENT, _HOST_BYTES, _NETWORK_BYTES, _SEND_S = 7, 8, 9, 10
 _WORDS = SLOT_BYTES // 8
 
 
 class SlotReading(NamedTuple):
     """One look at a slot; times are CLOCK_MONOTONIC seconds of this host, 0.0 for never.
 
-    busy_s: seconds in finished steps.  sent, sent_bytes, send_s: a driver's messages, their bytes over the
-    network, and the seconds that sending them took.
+    busy_s: seconds in finished steps.  sent, host_bytes, network_bytes, send_s: a driver's messages, their
+    bytes inside its host and over the network, and the seconds that sending them took.
     """
 
     started: int
@@ -38,7 +38,8 @@ class SlotReading(NamedTuple):
     turned_at: float
     busy_s: float = 0.0
     sent: int = 0
-    sent_bytes: int = 0
+    host_bytes: int = 0
+    network_bytes: int = 0
     send_s: float = 0.0
 
     @property
@@ -86,7 +87,8 @@ class Board:
             self._floats[at + _TURNED_AT],
             self._floats[at + _BUSY_S],
             self._integers[at + _SENT],
-            self._integers[at + _SENT_BYTES],
+            self._integers[at + _HOST_BYTES],
+            self._integers[at + _NETWORK_BYTES],
             self._floats[at + _SEND_S],
         )
 
@@ -112,10 +114,11 @@ class BoardSlot:
         self._floats[_DONE_AT] = now
         self._integers[_DONE] += 1
 
-    def sent(self, network_bytes: int, seconds: float) -> None:
+    def sent(self, host_bytes: int, network_bytes: int, seconds: float) -> None:
         """A driver has sent a message to its ranks, in so many seconds."""
         self._integers[_SENT] += 1
-        self._integers[_SENT_BYTES] += network_bytes
+        self._integers[_HOST_BYTES] += host_bytes
+        self._integers[_NETWORK_BYTES] += network_bytes
         self._floats[_SEND_S] += seconds
 
     def turn(self) -> None:
@@ -143,7 +146,7 @@ class NullSlot:
     def step_end(self) -> None:
         """Nothing."""
 
-    def sent(self, network_bytes: int, seconds: float) -> None:
+    def sent(self, host_bytes: int, network_bytes: int, seconds: float) -> None:
         """Nothing."""
 
     def turn(self) -> None:

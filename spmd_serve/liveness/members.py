@@ -149,7 +149,8 @@ class Members:
             "cpu_s": member.look.cpu_s if member.look else None,
             "busy_s": round(reading.busy_s, 3) if reading else None,
             "sent": reading.sent if reading else None,
-            "sent_bytes": reading.sent_bytes if reading else None,
+            "host_bytes": reading.host_bytes if reading else None,
+            "network_bytes": reading.network_bytes if reading else None,
             "send_s": round(reading.send_s, 6) if reading else None,
         }
 

@@ -18,7 +18,8 @@ _OF_RANKS = (
 _OF_DRIVERS = (
     ("sent", "control_messages_total", "counter", "Messages that a driver has sent to its ranks."),
     ("send_s", "control_send_seconds_total", "counter", "Seconds that sending them took."),
-    ("sent_bytes", "control_network_bytes_total", "counter", "Their bytes to other hosts, once per message."),
+    ("host_bytes", "control_host_bytes_total", "counter", "Their bytes inside the host, once per message."),
+    ("network_bytes", "control_network_bytes_total", "counter", "Those to other hosts, once per message."),
 )
 
 

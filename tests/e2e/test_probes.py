@@ -68,7 +68,8 @@ def test_both_hosts_are_live_and_ready_and_measure_their_ranks(job: HostsJob) ->
     with job.hosts.inside("node0"):
         assert len(job.endpoint.greedy(["a"], 8)[0]) == 8
         assert job.endpoint.metric("spmd_serve_control_messages_total") > 8
-        assert job.endpoint.metric("spmd_serve_control_network_bytes_total") > 8 * 100
+        for where in ("host", "network"):
+            assert job.endpoint.metric(f"spmd_serve_control_{where}_bytes_total") > 8 * 100
     found = {
         (sample.name, sample.labels.get("rank")): sample.value
         for family in text_string_to_metric_families(probe(job, "node1", "/metrics")[1])
