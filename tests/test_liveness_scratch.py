@@ -1,4 +1,4 @@
-"""vLLM's local sockets lie in a folder of the round, which the watcher removes."""
+"""vLLM's local sockets lie in a folder of the round, which the watcher removes, as it does shared memory."""
 
 import os
 import tempfile
@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from spmd_serve.liveness.scratch import VARIABLE, make_scratch, remove_scratch, scratch_folder, use_scratch
-from tests.support.liveness import Job
+from spmd_serve.liveness.scratch import (
+    SHARED,
+    VARIABLE,
+    make_scratch,
+    remove_scratch,
+    scratch_folder,
+    use_scratch,
+)
+from tests.support.liveness import GENERATION, Job
 
 
 @pytest.fixture
@@ -57,10 +64,12 @@ def test_a_users_own_folder_stays(address: str) -> None:
 def test_the_watcher_removes_it_when_nobody_is_left(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
         host = job.host(0)
-        folder = make_scratch(host.address)
+        job.configure()
+        folder, shared = make_scratch(host.address), SHARED / f"{GENERATION}r0-{os.getpid()}"
+        shared.touch()
         assert folder is not None
         (folder / "socket").touch()
         assert os.listdir(folder) == ["socket"]
         host.ranks[0].kill()
         job.all_gone(5.0)
-    assert not folder.exists()
+    assert not folder.exists() and not shared.exists()

@@ -1,6 +1,7 @@
 """A rank's shard: its device, its groups, its steps; what only a GPU would show, as arithmetic and calls."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,13 +190,15 @@ def test_a_shard_is_numbered_inside_its_replica(made: dict[str, Any]) -> None:
     assert drivers == [True, False] * 4  # the first TP rank of each stage
 
 
-def test_shared_memory_names_differ_by_replica_and_run(made: dict[str, Any]) -> None:
+def test_shared_memory_names_differ_by_replica_and_run_and_machine(made: dict[str, Any]) -> None:
     from spmd_serve.engine.shard import shm_name
 
     layout = Layout(tp=2, pp=1, dp=2)
-    names = [shm_name(spec(layout, 4), rank) for rank in range(4)]
+    ranks = spec(layout, 4).cluster.ranks
+    names = [shm_name(spec(layout, 4), me) for me in ranks]
     assert names[0] == names[1] != names[2] == names[3]
-    assert shm_name(spec(layout, 4, "ba9876543210"), 0) not in names
+    assert shm_name(spec(layout, 4, "ba9876543210"), ranks[0]) not in names
+    assert shm_name(spec(layout, 4), replace(ranks[0], machine_id="another")) not in names
     for name in names:  # vLLM's CPU worker takes the part behind the last colon into a path of /dev/shm
         assert name.rpartition(":")[2].isalnum()
     shard(made, layout, 4, 3, Link())

@@ -23,6 +23,7 @@ from spmd_serve.engine.rank_channel import EndOfJob, RankChannel
 from spmd_serve.engine.seam import WorkerProc
 from spmd_serve.errors import SpmdError, is_of_a_peer
 from spmd_serve.liveness import WatcherLink
+from spmd_serve.liveness.scratch import remove_shared, shared_name
 from spmd_serve.topology import RankInfo
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Shard(WorkerProc):
             vllm_config=vllm_config,
             local_rank=me.local_rank % layout.replica_size,
             rank=rank_in_replica,
-            distributed_init_method=shm_name(spec, me.rank),
+            distributed_init_method=shm_name(spec, me),
             input_shm_handle=None,
             shared_worker_lock=multiprocessing.get_context("spawn").Lock(),
             is_driver_worker=rank_in_replica % layout.tp == 0,
@@ -121,6 +122,8 @@ class Shard(WorkerProc):
 
     def _has_loaded(self) -> None:
         self._loaded = True
+        # All ranks have it open by now, and so nobody who is killed leaves it behind.
+        remove_shared(shm_name(self._spec, self._me).rpartition(":")[2])
         # Not before: a thread has its name, by which it is found, only from its own first moment on.
         free_gloo_threads(parse_cpus(self._me.cpus))
         self._slot.state("ready")
@@ -139,13 +142,13 @@ class Shard(WorkerProc):
             self.shutdown()
 
 
-def shm_name(spec: ControlSpec, rank: int) -> str:
+def shm_name(spec: ControlSpec, me: RankInfo) -> str:
     """The `distributed_init_method` of a rank: never connected to (the default group exists already), but
 
-    vLLM's CPU worker names its shared memory after the part behind the last colon, so it is unique per
-    run and replica.
+    where the CPU has AVX-512 vLLM names the memory that ranks share after the part behind the last colon, and
+    takes ranks with the same one for ranks that can share it. So it is unique per run, replica and host.
     """
-    return f"env://spmd_serve:{spec.generation}r{spec.layout.replica(rank)}"
+    return f"env://spmd_serve:{shared_name(spec.generation, spec.layout.replica(me.rank), me.machine_id)}"
 
 
 def place_config(vllm_config: Any, spec: ControlSpec, me: RankInfo) -> None:

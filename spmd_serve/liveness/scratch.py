@@ -1,9 +1,11 @@
-"""A folder for the local sockets that vLLM makes and does not remove: of one round of a job, on one host."""
+"""What a round of a job makes on a host and leaves there when it is killed: local sockets, shared memory."""
 
+import glob
 import os
 import shutil
 import stat
 import tempfile
+import zlib
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -11,6 +13,7 @@ VARIABLE = "VLLM_RPC_BASE_PATH"
 """vLLM's, for the folder of its local sockets."""
 _LONGEST = 70
 """Characters of the folder's path: a socket's whole path has 107 at most, and vLLM adds a UUID."""
+SHARED = Path("/dev/shm")
 
 
 def scratch_folder(watcher: str) -> Path:
@@ -42,3 +45,18 @@ def use_scratch(watcher: str, environ: MutableMapping[str, str]) -> None:
 def remove_scratch(watcher: str) -> None:
     """The watcher's last deed, when no process of the round is left."""
     shutil.rmtree(scratch_folder(watcher), ignore_errors=True)
+
+
+def shared_name(generation: str, replica: int, machine: str) -> str:
+    """How a rank's names in /dev/shm begin: alike for those ranks of a replica that see the same /dev/shm.
+
+    `machine`: the boot id. Containers of one machine have a /dev/shm each, with a device number each.
+    """
+    place = f"{machine}/{os.uname().nodename}/{SHARED.stat().st_dev if SHARED.is_dir() else 0}"
+    return f"{generation}r{replica}m{zlib.crc32(place.encode()):08x}"
+
+
+def remove_shared(beginning: str) -> None:
+    """Take these names out of /dev/shm; who has the memory open keeps it."""
+    for path in SHARED.glob(f"{glob.escape(beginning)}*") if beginning else ():
+        path.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from spmd_serve.errors import SpmdError
 from spmd_serve.liveness.proc import started_ticks
-from spmd_serve.liveness.scratch import remove_scratch
+from spmd_serve.liveness.scratch import remove_scratch, remove_shared
 from spmd_serve.liveness.view import socket_name
 from spmd_serve.process import open_pidfd, outlive_parent, set_process_name
 
@@ -75,8 +75,10 @@ def start_watcher(
         from spmd_serve.liveness.watcher import Watcher
 
         agent = None if agent_fd is None else (agent_pid, agent_fd)
-        Watcher(listener, (parent, parent_fd), agent, restart_count, rank_timeout, grace_s).run()
+        watcher = Watcher(listener, (parent, parent_fd), agent, restart_count, rank_timeout, grace_s)
+        watcher.run()
         remove_scratch(address)
+        remove_shared(watcher.config.generation if watcher.config is not None else "")
         status = 0
     except BaseException:
         traceback.print_exc()

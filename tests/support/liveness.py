@@ -17,6 +17,7 @@ from tests.support.processes import Process, assert_gone, look
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
+GENERATION = "0123456789ab"
 PATIENCE_S = 20.0
 """Deadline of every wait for something that should come at once; only a broken run reaches it."""
 
@@ -183,7 +184,7 @@ class Job:
             "ranks": self._ranks,
             "head_address": "127.0.0.1",
             "head_port": port,
-            "generation": "0123456789ab",
+            "generation": GENERATION,
             "rank_timeout": 5.0,
             "grace_s": 0.5,
             **changes,
