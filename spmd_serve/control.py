@@ -1,5 +1,7 @@
 """What a driver or a rank must know to open the control channel: one frozen, JSON-able object."""
 
+import math
+from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,6 +11,9 @@ from spmd_serve.topology import Cluster, Layout
 ADDITIONAL_CONFIG_KEY = "spmd_serve"
 """Where the spec travels in vLLM's public ``additional_config`` from the API server to its engine cores."""
 
+_LAST_RESORT = 10
+"""How many times `--step-timeout` vLLM's own limit on a step is: see `leave_steps_to_the_watcher`."""
+
 
 @dataclass(frozen=True)
 class ControlSpec:
@@ -16,6 +21,7 @@ class ControlSpec:
 
     `generation` is the nonce of this round's handshake and part of every name.
     `heartbeat_s`: seconds between the driver's signs of life on a quiet channel.
+    `step_timeout_s`: seconds after which a step that makes no progress is taken for hung.
     """
 
     backend: str
@@ -30,6 +36,7 @@ class ControlSpec:
     allow_classes: tuple[str, ...]
     heartbeat_s: float
     join_timeout_s: float
+    step_timeout_s: float
     spins: bool = True
     """Whether readers of a ring poll for a second after each message."""
     first_replica: int = 0
@@ -57,6 +64,16 @@ class ControlSpec:
     def key(self) -> bytes | None:
         """The shared secret, or None when frames are not authenticated."""
         return None if self.key_file is None else read_key(self.key_file)
+
+
+def leave_steps_to_the_watcher(spec: ControlSpec, environ: MutableMapping[str, str]) -> None:
+    """Have vLLM's own limit on a step, 300 s, wait for our watcher, which knows the rank and what it does.
+
+    vLLM counts from the sending, so for a step that waits behind others, too; it names no rank. A user's own
+    value stays.
+    """
+    seconds = math.ceil(_LAST_RESORT * spec.step_timeout_s)
+    environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(seconds))
 
 
 def read_key(path: str) -> bytes:

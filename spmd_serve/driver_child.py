@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from multiprocessing.context import ForkProcess
 
 from spmd_serve import log
-from spmd_serve.control import ControlSpec
+from spmd_serve.control import ControlSpec, leave_steps_to_the_watcher
 from spmd_serve.errors import ExitCode, SpmdError
 from spmd_serve.liveness import Verdict, WatcherLink
 from spmd_serve.process import die_with_parent, send_signal, wait_readable
@@ -134,12 +134,13 @@ def _run(
     be_main_of_spawned()
     forget_ending_signals()
     prepare_environ()
+    leave_steps_to_the_watcher(spec, os.environ)
     if fork_engines:
         from spmd_serve.engine import seam
 
         seam.fork_engine_cores()
     hello = {"kind": "api", "name": name, "rank": None}
-    link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=_on_verdict)
+    link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=keep_answering)
 
     def leave(*_: object) -> None:
         """Nobody is served while engine cores load (later, SIGTERM has another handler): leave.
@@ -171,7 +172,7 @@ def _run(
     sys.exit(code)
 
 
-def _on_verdict(verdict: Verdict) -> None:
+def keep_answering(verdict: Verdict) -> None:
     """Keep answering: clients get an error from the engine's end; the watcher's grace time ends us."""
 
 

@@ -104,6 +104,7 @@ def control_spec(job: Job, layout: Layout) -> ControlSpec:
         allow_classes=flags.control_allow_class,
         heartbeat_s=HEARTBEAT_S,
         join_timeout_s=flags.join_timeout,
+        step_timeout_s=flags.step_timeout,
         spins=may_spin(membership.cluster, membership.me, cores.lent()),
     )
 

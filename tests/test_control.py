@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_serve.control import ControlSpec, read_key
+from spmd_serve.control import ControlSpec, leave_steps_to_the_watcher, read_key
 from spmd_serve.errors import UsageError
 from spmd_serve.topology import Cluster, Layout, RankInfo
 
@@ -28,11 +28,18 @@ def spec(key_file: str | None = None) -> ControlSpec:
         allow_classes=("a:B", "c.d:E.F"),
         heartbeat_s=2.0,
         join_timeout_s=300.0,
+        step_timeout_s=300.0,
     )
 
 
 def test_it_survives_json() -> None:
     assert ControlSpec.from_json(json.loads(json.dumps(spec().to_json()))) == spec()
+
+
+def test_vllms_own_limit_on_a_step_is_a_last_resort_or_the_users() -> None:
+    for given, left in (({}, "3000"), ({"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "20"}, "20")):
+        leave_steps_to_the_watcher(spec(), given)
+        assert given == {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": left}
 
 
 def test_without_a_key_file_there_is_no_key() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spmd_serve.liveness import watcher_address
 from spmd_serve.liveness.scratch import (
     SHARED,
     VARIABLE,
@@ -15,7 +16,8 @@ from spmd_serve.liveness.scratch import (
     scratch_folder,
     use_scratch,
 )
-from tests.support.liveness import GENERATION, Job
+from tests.support.liveness import GENERATION, PATIENCE_S, Job
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -59,6 +61,15 @@ def test_a_users_own_folder_stays(address: str) -> None:
         use_scratch(address, environ)
     assert given == {VARIABLE: "/run/mine"}
     assert none == {"HOME": "/root", VARIABLE: str(scratch_folder(address))}
+
+
+def test_the_watcher_of_a_later_round_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        agent, rank = job.actor("agent"), job.actor("rank")
+        left = make_scratch(watcher_address(agent.pid, 1))
+        assert left is not None
+        rank.do("start_watcher", agent.pid, 2, {})
+        wait_until(lambda: not left.exists(), PATIENCE_S, "its removal")
 
 
 def test_the_watcher_removes_it_when_nobody_is_left(tmp_path: Path) -> None:

@@ -260,12 +260,28 @@ def test_the_watcher_goes_when_nobody_ever_connected(job: Job) -> None:
     wait_until(refused, 1.5, "the end of the watcher")
 
 
+def test_who_stays_after_the_normal_end_is_killed(job: Job) -> None:
+    host = job.host(0, 1)
+    job.configure()
+    with frozen(host.ranks[1].pid):
+        assert host.ranks[0].link("announce_end") is True
+        assert host.ranks[1].process.wait(PATIENCE_S) == -signal.SIGKILL
+    said = f"rank 1 (pid {host.ranks[1].pid}, host a) has not ended by itself: SIGKILL"
+    assert said in host.ranks[0].log.read_text() and not host.ranks[0].saw("verdict")
+
+
 def test_the_view_lists_ranks_by_number_whoever_came_first(job: Job) -> None:
     host = job.host(2, 0)
     host.child("api", "API server")
-    host.join(job.actor("late"), "rank", "rank 1", 1)
-    names = [member["name"] for member in host.ranks[0].link("view", 5.0)["members"]]
-    assert names == ["rank 0", "rank 1", "rank 2", "API server"]
+    late = job.actor("late")
+    host.join(late, "rank", "torchrun rank 1", None)
+
+    def names() -> list[str]:
+        return [member["name"] for member in host.ranks[0].link("view", 5.0)["members"]]
+
+    assert names() == ["rank 0", "rank 2", "API server", "torchrun rank 1"]
+    late.link("identify", "rank 1", 1)
+    assert names() == ["rank 0", "rank 1", "rank 2", "API server"]
 
 
 def test_the_end_of_the_agent_is_the_first_cause(job: Job) -> None:

@@ -31,7 +31,7 @@ def spec(layout: Layout, ranks_per_node: int, generation: str = "0123456789ab") 
         for rank in range(layout.world_size)
     )
     return ControlSpec(
-        "auto", "internal", "h", 1, generation, Cluster(ranks), layout, "@w", None, (), 2.0, 60.0
+        "auto", "internal", "h", 1, generation, Cluster(ranks), layout, "@w", None, (), 2.0, 60.0, 300.0
     )
 
 

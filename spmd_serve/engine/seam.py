@@ -90,6 +90,11 @@ _SERVER: _Functions = (
     ("vllm.entrypoints.cli.serve", "setup_server", ("args", "reuse_port")),
     ("vllm.entrypoints.cli.serve", "APIServerProcessManager", ("target_server_fn",)),
     ("vllm.entrypoints.cli.serve", "run_multi_api_server", ("args",)),
+    (
+        "vllm.entrypoints.cli.serve",
+        "wait_for_completion_or_failure",
+        ("api_server_manager", "engine_manager", "coordinator"),
+    ),
     ("vllm.entrypoints.launchers.api_server.entry", "run_server_worker", ("listen_address", "sock", "args")),
     ("vllm.entrypoints.launchers.launcher", "set_ulimit", ()),
     ("vllm.entrypoints.launchers.launcher", "validate_api_server_args", ("args",)),

@@ -13,12 +13,16 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spmd_serve.errors import SpmdError
 from spmd_serve.liveness.proc import started_ticks
 from spmd_serve.liveness.scratch import remove_scratch, remove_shared
 from spmd_serve.liveness.view import socket_name
 from spmd_serve.process import open_pidfd, outlive_parent, set_process_name
+
+if TYPE_CHECKING:
+    from spmd_serve.liveness.watcher import Watcher
 
 _IGNORED = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "TTIN", "TTOU", "PIPE", "ALRM")
 _AGAIN_S = 0.02
@@ -76,9 +80,7 @@ def start_watcher(
 
         agent = None if agent_fd is None else (agent_pid, agent_fd)
         watcher = Watcher(listener, (parent, parent_fd), agent, restart_count, rank_timeout, grace_s)
-        watcher.run()
-        remove_scratch(address)
-        remove_shared(watcher.config.generation if watcher.config is not None else "")
+        _run(watcher, address)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -134,7 +136,22 @@ def run_spawned(words: Sequence[str] | None = None) -> None:
 
     listener = socket.socket(fileno=listener_fd)
     agent = None if agent_fd < 0 else (anchor, agent_fd)
-    Watcher(listener, (parent, parent_fd), agent, restart_count, float(rank_timeout), float(grace_s)).run()
+    watcher = Watcher(
+        listener, (parent, parent_fd), agent, restart_count, float(rank_timeout), float(grace_s)
+    )
+    _run(watcher, watcher_address(anchor, restart_count))
+
+
+def _run(watcher: "Watcher", address: str) -> None:
+    """Then leave nothing behind, of earlier rounds neither, whose watchers may have been killed."""
+    earlier, _, number = address.rpartition("-")
+    for count in range(int(number)):
+        remove_scratch(f"{earlier}-{count}")
+    try:
+        watcher.run()
+    finally:
+        remove_scratch(address)
+        remove_shared(watcher.config.generation if watcher.config is not None else "")
 
 
 def _bind(address: str, deadline: float) -> socket.socket:

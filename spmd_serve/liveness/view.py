@@ -49,9 +49,8 @@ def build(watcher: "Watcher") -> Message:
 
 
 def _place(row: Message) -> tuple[bool, int]:
-    """A host's ranks by number, then the others as they came: that is the order of their start otherwise."""
-    is_rank = row["kind"] == "rank"
-    return not is_rank, row["rank"] if is_rank else 0
+    """A host's ranks by number, then the others, and ranks without a number yet, as they came."""
+    return row["rank"] is None, row["rank"] or 0
 
 
 def _row(row: Message, node: int, host: str, silent_s: float) -> Message:

@@ -26,6 +26,7 @@ _LAST_WORDS_S = 1.0
 _HIGHER_COURT_S = 1.0
 """How much longer than the head's watcher another one waits before it judges by itself."""
 _STACKS_AGAIN_S = 10.0
+_END_S = 10.0  # how long members may stay after the job's normal end; ranks leave by themselves within 6 s
 
 
 class Watcher:
@@ -110,8 +111,6 @@ class Watcher:
     def over(self) -> bool:
         """Nothing is a failure any more."""
         return self.verdict is not None or self.has_ended
-
-    # Accusations and the verdict.
 
     def accuse(self, accusation: Accusation) -> None:
         """Somebody is gone or stuck: judged here if this is the head, and there otherwise."""
@@ -313,6 +312,7 @@ class Watcher:
         """From now on deaths are no failures; ranks end with `code`."""
         if not self.over:
             self.has_ended, self._end_code = True, code
+            self._kill_at = self.now + _END_S
             self.followers.tell(self._end())
             self.members.tell(self._end())
         waiting, self._after_end = self._after_end, []

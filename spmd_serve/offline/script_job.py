@@ -25,6 +25,7 @@ from spmd_serve.flags import Flags
 from spmd_serve.job import GRACE_S, Job
 from spmd_serve.liveness import Verdict, WatcherLink, spawn_watcher, watcher_address
 from spmd_serve.liveness.records import STACKS_SIGNAL
+from spmd_serve.liveness.scratch import use_scratch
 from spmd_serve.process import die_with_parent
 from spmd_serve.rendezvous import Membership, connect_store
 from spmd_serve.report import report
@@ -105,6 +106,7 @@ class ScriptJob(Job):
             )
         else:
             self.watcher = watcher_address(anchor, env.restart_count)
+        use_scratch(self.watcher, os.environ)
         hello = {"kind": "rank", "name": f"torchrun rank {env.rank}", "rank": None}
         free = signal.getsignal(STACKS_SIGNAL) == signal.SIG_DFL
         self.link = WatcherLink.connect(

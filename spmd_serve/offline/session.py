@@ -18,7 +18,7 @@ from vllm.usage.usage_lib import UsageContext
 from spmd_serve import cores, log
 from spmd_serve.agreement import agree, collect
 from spmd_serve.channel.local import OwnLine
-from spmd_serve.control import ControlSpec
+from spmd_serve.control import ControlSpec, leave_steps_to_the_watcher
 from spmd_serve.engine import seam
 from spmd_serve.engine.config import refusals
 from spmd_serve.engine.executor import TorchrunExecutor
@@ -127,6 +127,7 @@ class Session:
     def _load(self, engine: Mapping[str, Any]) -> None:
         job, membership = self._job, self._job.membership
         spec = self._spec()
+        leave_steps_to_the_watcher(spec, os.environ)
         own = OwnLine(copies=self.config.max_concurrent_batches > 1) if self.is_driver else None
         job.link.slot.state("loading")
         place_config(self.config, spec, self.me)
@@ -161,6 +162,7 @@ class Session:
             allow_classes=flags.control_allow_class,
             heartbeat_s=HEARTBEAT_S,
             join_timeout_s=flags.join_timeout,
+            step_timeout_s=flags.step_timeout,
             spins=may_spin(membership.cluster, self.me, cores.lent()),
             in_process=True,
         )

@@ -2,11 +2,17 @@
 
 import argparse
 import os
+import signal
 from functools import partial
 from typing import Any
 
-from spmd_serve.control import ADDITIONAL_CONFIG_KEY
+from spmd_serve.control import ADDITIONAL_CONFIG_KEY, ControlSpec
+from spmd_serve.driver_child import keep_answering
+from spmd_serve.liveness import WatcherLink
 from spmd_serve.server.door import Door, about_to_listen
+
+LEAVE_S = 2
+"""How long after the drain a connection may stay open whose client does not read, or keeps it for later."""
 
 
 def serve_http(args: argparse.Namespace, door: Door, url: str) -> int:
@@ -30,22 +36,41 @@ def serve_http(args: argparse.Namespace, door: Door, url: str) -> int:
     if several > 1:
         about_to_listen(door.sock)
         args.api_server_count = several
-        # run_multi_api_server binds by itself; ours is bound already.
-        vllm_serve.setup_server = lambda args, *, reuse_port: (url, door.sock)
-        start = partial(vllm_serve.APIServerProcessManager, target_server_fn=serve_as_one_of_several)
-
-        def start_and_leave(**given: Any) -> Any:
-            servers = start(**given)
-            door.sock.close()  # theirs now: a door that nobody is behind any more must not stay open
-            return servers
-
-        vllm_serve.APIServerProcessManager = start_and_leave
+        several_behind(door, url)
         vllm_serve.run_multi_api_server(args)
         return 0
     args.api_server_count = None
     endpoints.LISTENING = door.sock
-    uvloop.run(entry.run_server_worker(url, door.sock, args))
+    uvloop.run(entry.run_server_worker(url, door.sock, args, timeout_graceful_shutdown=LEAVE_S))
     return 0
+
+
+def several_behind(door: Door, url: str) -> None:
+    """Have vLLM's run_multi_api_server use our socket, and leave at once when told to while engines load."""
+    from vllm.entrypoints.cli import serve as vllm_serve
+
+    start = partial(vllm_serve.APIServerProcessManager, target_server_fn=serve_as_one_of_several)
+    wait = vllm_serve.wait_for_completion_or_failure
+    early = signal.getsignal(signal.SIGTERM)
+    late: list[Any] = []
+
+    def bound(args: argparse.Namespace, *, reuse_port: bool) -> tuple[str, Any]:
+        # vLLM has set its handler just before; while engines load that one would wait, and then kill them.
+        late.append(signal.signal(signal.SIGTERM, early))
+        return url, door.sock
+
+    def start_and_leave(**given: Any) -> Any:
+        servers = start(**given)
+        door.sock.close()  # theirs now: a door that nobody is behind any more must not stay open
+        return servers
+
+    def wait_for_the_end(**given: Any) -> None:
+        signal.signal(signal.SIGTERM, late.pop())
+        wait(**given)
+
+    vllm_serve.setup_server = bound
+    vllm_serve.APIServerProcessManager = start_and_leave
+    vllm_serve.wait_for_completion_or_failure = wait_for_the_end
 
 
 def serve_as_one_of_several(listen_address: str, sock: Any, args: argparse.Namespace, config: Any) -> None:
@@ -53,7 +78,11 @@ def serve_as_one_of_several(listen_address: str, sock: Any, args: argparse.Names
     from vllm.v1.utils import run_api_server_worker_proc
 
     number_replicas(args)
-    run_api_server_worker_proc(listen_address, sock, args, config)
+    spec = ControlSpec.from_json(args.additional_config[ADDITIONAL_CONFIG_KEY])
+    hello = {"kind": "api", "name": f"API server {config['client_index']}", "rank": None}
+    link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=keep_answering)
+    run_api_server_worker_proc(listen_address, sock, args, config, timeout_graceful_shutdown=LEAVE_S)
+    link.leaving()
 
 
 def number_replicas(args: argparse.Namespace) -> None:
