@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from spmd_serve.engine.gloo_devices import share_gloo_device
+from tests.support.waiting import wait_until
 
 share_gloo_device()
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 1, True)
@@ -29,8 +30,12 @@ for group in groups[:-1]:
 assert groups[-1].options._timeout == timedelta(seconds=5)
 assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
 assert isinstance(dist.group.WORLD._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
-names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-print(names.count("gloo_tcp_loop"))
+def loops():
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return names.count("gloo_tcp_loop")
+
+wait_until(loops, 20.0, "a thread of gloo's to name itself")
+print(loops())
 dist.destroy_process_group()
 """
 

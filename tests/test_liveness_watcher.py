@@ -316,6 +316,11 @@ def test_an_end_that_follows_a_death_is_a_failure(job: Job) -> None:
     job.configure()
     host.ranks[2].kill()
     host.ranks[2].process.wait(5)
+    wait_until(
+        lambda: _state(host.ranks[0].link("view", 5.0), "rank 2") == "gone",
+        PATIENCE_S,
+        "the death to be seen",
+    )
     host.ranks[1].link("request_drain", "SIGTERM")
     host.ranks[0].send("link_call", "announce_end", [], {})
     for rank in host.ranks[:2]:

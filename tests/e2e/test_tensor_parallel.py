@@ -84,6 +84,13 @@ def plain(answer: Any) -> Any:
     return without(answer.model_dump(), PASSING)
 
 
+def at_rest(endpoint: Endpoint) -> bool:
+    """Whether no rank has obeyed a message for a moment."""
+    before = endpoint.steps()
+    time.sleep(0.2)
+    return endpoint.steps() == before
+
+
 def without(value: Any, names: set[str]) -> Any:
     if isinstance(value, dict):
         return {key: without(item, names) for key, item in value.items() if key not in names}
@@ -356,10 +363,13 @@ class TestOtherRoutes:
         assert ours.call("/health") == (200, {"status": "ok"})
         assert ours.call("/ready") == (200, {"status": "ready"})
         before = ours.steps()
+        assert set(before) == {0, 1}
         ours.greedy(PROMPTS[:1], 8)
-        after = ours.steps()
-        assert set(after) == {0, 1}
-        assert all(after[rank] >= before[rank] + 8 for rank in after)
+        wait_until(
+            lambda: all(ours.steps()[rank] - n >= 8 for rank, n in before.items()),
+            10.0,
+            "8 steps more on each rank",
+        )
         assert {member["kind"] for member in ours.members()} == {"rank", "api", "engine"}
 
     def test_ranks_are_called_only_where_vllm_allows_it(self, both: list[Endpoint]) -> None:
@@ -375,8 +385,7 @@ class TestOtherRoutes:
         stream.close()
         wait_until(lambda: ours.metric("vllm:num_requests_running") == 0, 10, "the request to end")
         assert ours.metric("vllm:kv_cache_usage_perc") == 0
-        resting = ours.steps()
-        assert ours.steps() == resting  # no rank works on it any more
+        wait_until(lambda: at_rest(ours), 2.0, "all ranks to rest")  # none works on it any more
 
 
 # What follows ends the job's rounds, in this order.
@@ -389,7 +398,7 @@ def test_idle_ranks_sleep_and_answer_at_once(ours: Endpoint, note: Note) -> None
     note("idle, share of a core: " + ", ".join(f"{name} {share:.2%}" for name, share in used.items()))
     started = time.monotonic()
     assert ours.greedy(PROMPTS[:1], 16) == expected
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 4.5  # a lost wake-up costs 5 s
     assert used["rank 0"] < 0.01 and used["rank 1"] < 0.01
 
 
@@ -399,7 +408,8 @@ def test_a_killed_rank_ends_the_round_and_torchrun_starts_the_next(job: Job, our
     footprint = job.round_footprint()
     files = footprint.socket_files()
     kill_nine(ours.pid("rank 0"))
-    footprint.assert_gone(5.0)
+    footprint.seconds_to_end()
+    footprint.assert_gone(1.0)
     assert files and not [file for file in files if file.exists()]
     wait_until(lambda: job.server.text().count("ready after") == 2, 180, "the second round")
     assert ours.greedy(PROMPTS[:2], 16) == expected

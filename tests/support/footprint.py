@@ -21,11 +21,14 @@ LISTEN = "0A"  # in /proc/net/tcp
 
 @dataclass(frozen=True)
 class Footprint:
-    """A job's processes, its names in /dev/shm, and the TCP ports that it listens on."""
+    """A job's processes, its names in /dev/shm, and the TCP ports that it listens on.
+
+    A port comes with its socket's inode: its number alone may be another's, in another network namespace too.
+    """
 
     processes: tuple[Process, ...]
     shared: frozenset[str]
-    ports: frozenset[int]
+    ports: frozenset[tuple[int, str]]
 
     @classmethod
     def of(cls, *roots: int) -> Self:
@@ -33,7 +36,7 @@ class Footprint:
         family = [process for root in roots for process in (look(root), *descendants(root)) if process]
         pids = [process.pid for process in family]
         shared = {name for pid in pids for name in _shared_of(pid)}
-        ports = {port for pid in pids for port in ports_of(pid)}
+        ports = {port for pid in pids for port in _listening(pid)}
         return cls(tuple(family), frozenset(shared), frozenset(ports))
 
     def assert_gone(self, deadline_s: float) -> None:
@@ -42,7 +45,7 @@ class Footprint:
         assert_gone(workers, deadline_s)
         assert_gone(self.processes, TIDY_S)
         wait_until(lambda: not self.left(), TIDY_S, f"the end of {self.shared}")
-        taken = self.ports & {port for port, _ in _listeners("self")}
+        taken = self.ports & set(_listeners("self"))
         assert not taken, f"somebody still listens on {taken}"
 
     def socket_files(self) -> set[Path]:
@@ -100,9 +103,14 @@ def _shared_of(pid: int) -> set[str]:
 
 def ports_of(pid: int) -> set[int]:
     """The TCP ports on which a process listens, in whatever network namespace."""
+    return {port for port, _ in _listening(pid)}
+
+
+def _listening(pid: int) -> set[tuple[int, str]]:
+    """Port and inode of the TCP sockets on which a process listens, in whatever network namespace."""
     targets = _descriptors_of(pid)
     with contextlib.suppress(OSError):
-        return {port for port, inode in _listeners(pid) if f"socket:[{inode}]" in targets}
+        return {(port, inode) for port, inode in _listeners(pid) if f"socket:[{inode}]" in targets}
     return set()
 
 
