@@ -1,13 +1,16 @@
 """DP=2 behind two API servers: the load spreads over both replicas."""
 
+import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.crowd import Crowd
 from tests.support.endpoint import Endpoint
-from tests.support.faults import kill_nine
+from tests.support.faults import kill_nine, pid_of_rank
 from tests.support.footprint import cpu_seconds, ports_of
 from tests.support.job import Job, torchrun_job
 from tests.support.processes import descendants
@@ -46,10 +49,9 @@ def test_both_replicas_work(ours: Endpoint) -> None:
 
 def api_servers(job: Job) -> list[int]:
     """Who listens on the HTTP port below the process that has started them."""
-    parent, engines = job.endpoint.pid("API server"), {member["pid"] for member in job.endpoint.members()}
     port = int(job.endpoint.url.rpartition(":")[2])
-    children = [process.pid for process in descendants(parent) if process.pid not in engines]
-    return [pid for pid in children if port in ports_of(pid)]
+    below = [process.pid for process in descendants(job.endpoint.pid("API server"))]
+    return [pid for pid in below if port in ports_of(pid)]
 
 
 def test_two_api_servers_answer(job: Job, ours: Endpoint) -> None:
@@ -63,15 +65,49 @@ def test_two_api_servers_answer(job: Job, ours: Endpoint) -> None:
         return all(cpu_seconds(pid) > before[pid] for pid in servers)
 
     wait_until(both_have_worked, 30, "both API servers to get requests")
-    names = sorted(member["name"] for member in ours.members() if member["kind"] == "engine")
-    assert names == ["engine core of replica 0", "engine core of replica 1"]
+    names = sorted(member["name"] for member in ours.members() if member["kind"] != "rank")
+    assert names == [
+        "API server",
+        "API server 0",
+        "API server 1",
+        "engine core of replica 0",
+        "engine core of replica 1",
+    ]
 
 
 def test_a_killed_api_server_ends_the_whole_job(job: Job, ours: Endpoint, note: Note) -> None:
-    footprint = job.footprint()
-    kill_nine(api_servers(job)[1])
-    seconds = footprint.seconds_to_end()
-    note(f"kill -9 of one of two API servers: the whole job is gone after {seconds:.1f} s")
+    """The verdict names it, and the other one has time to tell its clients."""
+    footprint, victim = job.footprint(), api_servers(job)[1]
+    with Crowd(ours.url, streams=8, plain=0, tokens=900) as crowd:
+        crowd.wait_begun()
+        kill_nine(victim)
+        seconds = footprint.seconds_to_end()
+        crowd.wait_ended()
+    told = sum(request.broken is None and request.error is not None for request in crowd.requests)
+    note(
+        f"kill -9 of one of two API servers, 8 streams: the whole job is gone after {seconds:.1f} s, "
+        f"{told} clients were told"
+    )
+    assert not any(request.is_complete for request in crowd.requests)
     assert job.server.wait_exit(1) not in (0, -signal.SIGKILL)
-    assert "API server" in job.summary() and "ApiServer_" in job.summary()
+    assert f"(pid {victim}, host {os.uname().nodename}) was killed by SIGKILL" in job.summary()
     footprint.assert_gone(1.0)
+
+
+def test_sigterm_while_engines_load_is_a_normal_end(tiny_qwen3: Path, tmp_path: Path, note: Note) -> None:
+    job = torchrun_job(tiny_qwen3, tmp_path / "log", "-dp=2")
+    job.server.start()
+    try:
+
+        def loading() -> bool:
+            return sum("EngineCore" in process.command for process in descendants(job.server.pid)) == 2
+
+        wait_until(loading, 90.0, f"two engine cores\n{job.server.tail()}")
+        started = time.monotonic()
+        os.kill(pid_of_rank(job.server.pid, 0), signal.SIGTERM)
+        code = job.server.wait_exit(30.0)
+        note(f"SIGTERM while two engine cores load: ended after {time.monotonic() - started:.1f} s")
+    finally:
+        job.server.end()
+    assert code == 0, job.server.tail()
+    assert "the job has failed" not in job.server.text()
