@@ -41,6 +41,7 @@ Notes = Iterable[tuple[str, str]]
 """A test's name, and what it has noted."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """This module is a plugin of the rounds: all tests but those that share a job may run side by side."""
     for item in items:
