@@ -17,19 +17,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
-
 from tests.conftest import SEEN
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARING = ("tests/e2e/test_clients.py", "tests/e2e/test_probes.py")
-"""The tests of each of these share a job."""
 SET = (
-    "tests/e2e/test_elastic.py",
-    "tests/e2e/test_restarts.py",
-    *SHARING,
-    "tests/e2e/test_faults.py",
     "tests/test_recovery.py",
+    "tests/e2e/test_restarts.py",
+    "tests/e2e/test_elastic.py",
+    "tests/e2e/test_faults.py",
+    "tests/e2e/test_clients.py",
+    "tests/e2e/test_probes.py",
     "tests/test_probe_port.py",
 )
 ROUND_S = 3600
@@ -41,20 +38,11 @@ Notes = Iterable[tuple[str, str]]
 """A test's name, and what it has noted."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """This module is a plugin of the rounds: all tests but those that share a job may run side by side."""
-    for item in items:
-        file = item.path.relative_to(ROOT).as_posix()
-        if file in SHARING:
-            item.add_marker(pytest.mark.xdist_group(file))
-
-
 def run(report: Path, workers: int) -> None:
     """One round, whose JUnit report is there only when it is complete."""
     part = report.with_suffix(".part")
-    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.faults", "-m", ""]
-    command += ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder", "-q"]
+    command = [sys.executable, "-m", "pytest", "-m", "", "-n", str(workers)]
+    command += ["--dist", "loadfile", "--no-loadscope-reorder", "-q"]
     command += [f"--junitxml={part}", "-o", "junit_family=xunit1", *SET]
     with report.with_suffix(".log").open("w") as log:
         subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=ROUND_S, check=False)
@@ -66,7 +54,7 @@ def read(reports: Sequence[Path]) -> tuple[list[tuple[str, str]], Counter[str], 
     notes, outcomes, troubles = [], Counter[str](), Counter[tuple[str, str]]()
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
-            name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}".partition("@")[0]
+            name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
             kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
             outcome = "failed" if kinds & {"failure", "error"} else "skipped" if kinds else "passed"
             outcomes[outcome] += 1
