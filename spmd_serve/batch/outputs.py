@@ -47,6 +47,7 @@ class FileOutput:
     def __init__(
         self, journal: Journal, *, ordered: bool, upload_to: str | None, say: Callable[[str], None]
     ) -> None:
+        self._problem: SpmdError | None = None
         self.name = journal.path
         self.journal = journal
         self._ordered = ordered
@@ -66,8 +67,14 @@ class FileOutput:
         return self.journal.digest_of(number)
 
     async def put(self, place: int, record: Record, payload: bytes) -> None:
-        """Append a line."""
-        self.journal.append(record, payload)
+        """Append a line. After an SpmdError nothing more: its count of what is kept must stay true."""
+        if self._problem is not None:
+            raise self._problem
+        try:
+            self.journal.append(record, payload)
+        except SpmdError as problem:
+            self._problem = problem
+            raise
 
     async def sync(self) -> None:
         """Make what was appended durable, without holding up the event loop."""

@@ -14,6 +14,7 @@ from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
+ATTEMPTS = 5
 EXTENSION = "tests.support.stage_clock.StageClock"
 
 
@@ -97,15 +98,19 @@ def test_both_stages_work_at_the_same_time_on_different_batches(ours: Endpoint, 
     ours.ask_ranks("clock_start")
     ours.greedy(PROMPTS[:1], 48)
     alone = stages(ours)
-    ours.ask_ranks("clock_start")
-    ours.greedy_together(PROMPTS, 48)
-    first, second = stages(ours)
-    # The same batches in the same order on both stages, so that their numbers are comparable.
-    assert [work.requests for work in first] == [work.requests for work in second]
-    pairs = [pair for pair in at_once(first, second) if pair[0].decodes and pair[1].decodes]
-    note(f"two stages at once: {len({one.batch for one, _ in pairs})} of {len(first)} batches")
+    # All requests may happen to get into one batch, and then stay together.
+    for _ in range(ATTEMPTS):
+        ours.ask_ranks("clock_start")
+        ours.greedy_together(PROMPTS, 48)
+        first, second = stages(ours)
+        # The same batches in the same order on both stages, so that their numbers are comparable.
+        assert [work.requests for work in first] == [work.requests for work in second]
+        pairs = [pair for pair in at_once(first, second) if pair[0].decodes and pair[1].decodes]
+        note(f"two stages at once: {len({one.batch for one, _ in pairs})} of {len(first)} batches")
+        assert all(not one.requests & other.requests for one, other in pairs)
+        if len(pairs) > 10:
+            break
     assert len(pairs) > 10
-    assert all(not one.requests & other.requests for one, other in pairs)
     # The control: a single request has one batch at a time, which no two stages can compute at once.
     assert len(alone[0]) >= 48 and at_once(*alone) == []
 
