@@ -1,15 +1,18 @@
 """The output file and its state: appended, torn at any byte, damaged, edited, sorted, locked."""
 
+import asyncio
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from spmd_serve.batch.journal import Journal
+from spmd_serve.batch.outputs import FileOutput
 from spmd_serve.batch.records import HOLDER_SIZE, RECORD_SIZE, Header, Holder, Record
 from spmd_serve.batch.source import Fingerprint
 from spmd_serve.errors import SpmdError, UsageError
@@ -48,9 +51,12 @@ def opened(
         journal.close()
 
 
+def record_of(number: int) -> Record:
+    return Record.of(number, 1000 + number, LINES[number], failed=number in FAILED)
+
+
 def append(journal: Journal, number: int) -> None:
-    payload = LINES[number]
-    journal.append(Record.of(number, 1000 + number, payload, failed=number in FAILED), payload)
+    journal.append(record_of(number), LINES[number])
 
 
 def written(path: Path, numbers: tuple[int, ...] = ORDER, header: Header = HEADER) -> Path:
@@ -341,6 +347,21 @@ def test_records_and_holders_round_trip() -> None:
     assert Holder.decode(holder.encode()) is not None
     assert Holder.decode(bytes(HOLDER_SIZE)) is None
     assert Header.decode(HEADER.encode()) == HEADER
+
+
+def test_after_a_failed_write_a_run_appends_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what else was in flight a shorter answer might fit, and the count that was told would be wrong."""
+    with opened(tmp_path / "out.jsonl", restart=True) as journal:
+        output = FileOutput(journal, ordered=False, upload_to=None, say=lambda text: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", mock.Mock(side_effect=OSError(27, "File too large")))
+            with pytest.raises(SpmdError, match="File too large; 0 answers are kept"):
+                asyncio.run(output.put(0, record_of(1), LINES[1]))
+        with pytest.raises(SpmdError, match="File too large; 0 answers are kept"):
+            asyncio.run(output.put(1, record_of(2), LINES[2]))
+        assert len(journal.done) == 0
 
 
 def test_an_append_that_fails_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
