@@ -34,7 +34,7 @@ def no_process_is_left() -> Iterator[None]:
     before = set(processes.descendants(os.getpid()))
     yield
     new = [process for process in processes.descendants(os.getpid()) if process not in before]
-    left = [process for process in new if "multiprocessing.resource_tracker" not in process.command]
+    left = [process for process in new if not processes.is_tracker(process)]
     processes.assert_gone(left, LEFT_OVER_DEADLINE_S)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from tests.support.processes import Process, assert_gone, descendants, look, survivors
+from tests.support.processes import Process, assert_gone, descendants, is_tracker, look, survivors
 from tests.support.waiting import wait_until
 
 SHARED = Path("/dev/shm")
@@ -41,7 +41,7 @@ class Footprint:
 
     def assert_gone(self, deadline_s: float) -> None:
         """Waits until nobody runs any more, then until nothing is left; AssertionError names what is."""
-        workers = [process for process in self.processes if not _is_tracker(process)]
+        workers = [process for process in self.processes if not is_tracker(process)]
         assert_gone(workers, deadline_s)
         assert_gone(self.processes, TIDY_S)
         wait_until(lambda: not self.left(), TIDY_S, f"the end of {self.shared}")
@@ -62,7 +62,7 @@ class Footprint:
     def seconds_to_end(self, deadline_s: float = END_S) -> float:
         """How long from now until all processes have ended; AssertionError after the deadline."""
         started = time.monotonic()
-        workers = [process for process in self.processes if not _is_tracker(process)]
+        workers = [process for process in self.processes if not is_tracker(process)]
         try:
             wait_until(lambda: not survivors(workers), deadline_s, "the end of the job")
         except AssertionError as late:
@@ -87,10 +87,6 @@ def cpu_seconds(pid: int) -> float:
     """CPU time that a process has used so far, all its threads together."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _is_tracker(process: Process) -> bool:
-    return "resource_tracker" in process.command
 
 
 def _shared_of(pid: int) -> set[str]:

@@ -95,8 +95,14 @@ def assert_gone(processes: Iterable[Process], deadline_s: float) -> None:
 
 
 def kill(processes: Iterable[Process]) -> None:
+    """SIGKILL for all but resource trackers (multiprocessing), which remove what others leave, and end."""
     for process in processes:
-        process.signal(signal.SIGKILL)
+        if not is_tracker(process):
+            process.signal(signal.SIGKILL)
+
+
+def is_tracker(process: Process) -> bool:
+    return "multiprocessing.resource_tracker" in process.command
 
 
 def wait_exit(pid: int, deadline_s: float) -> bool:
