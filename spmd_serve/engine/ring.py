@@ -12,6 +12,7 @@ from spmd_serve.engine.seam import (
     MessageQueue,
     keep_notifications,
     last_message_bytes,
+    look_again,
     quieten,
     sleep_instead_of_spinning,
 )
@@ -73,6 +74,7 @@ class RingInbox:
         `spin`: poll for a second after a message, as vLLM does, or sleep at once.
         """
         self._queue = MessageQueue.create_from_handle(handle_from_json(address), reader)
+        look_again(self._queue)
         if not spin:
             sleep_instead_of_spinning(self._queue)
         self._encoded = encoded
