@@ -221,11 +221,11 @@ def last_message_bytes(queue: MessageQueue) -> int:
         return total
 
 
-_LOOK_AGAIN_MS = 250
+_LOOK_AGAIN_MS = 1000
 
 
 def look_again(queue: MessageQueue) -> None:
-    """Let a ring's reader that sleeps look for a message four times a second, not only every 5 s.
+    """Let a ring's reader that sleeps look for a message every second, not only every 5 s.
 
     libzmq can lose a notification that comes in the moment in which the reader finds none (ZMQ_CONFLATE):
     seen for one message in 16,000 on a machine with far more to do than it has cores.
