@@ -13,7 +13,7 @@ from tests.support.faults import freeze, frozen, kill_nine, rank_processes, watc
 from tests.support.footprint import Footprint
 from tests.support.netns import Hosts
 from tests.support.processes import descendants
-from tests.support.recovery import LightJob, Round, light_job
+from tests.support.recovery import LightJob, Round, light_job, noticed
 from tests.support.server import Server
 from tests.support.waiting import Note, wait_until
 
@@ -49,9 +49,8 @@ def recovers(
     gone = old.seconds_to_end(gone_s)
     after = job.served(before)
     again = time.monotonic() - started
-    # Nobody keeps a note of it where the head's watcher is what was killed.
-    noticed = f"noticed after {after['noticed_at'] - clock:.2f} s, " if after["noticed_at"] > clock else ""
-    note(f"{fault}: {noticed}all gone after {gone:.2f} s, serving again after {again:.2f} s")
+    seen = noticed(after["noticed_at"], clock)
+    note(f"{fault}: {seen}all gone after {gone:.2f} s, serving again after {again:.2f} s")
     assert not set(after["pids"].values()) & set(before["pids"].values())
     assert not old.left()
     return after

@@ -3,6 +3,8 @@
 import queue
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +18,22 @@ FEW = 2
 """Lost notifications on a busy machine, of 200; half of them would be lost otherwise."""
 LOST_S = 4.0
 """A reader that has missed a notification looks again after 5 s."""
+
+
+@contextmanager
+def ring_of(max_chunk_bytes: int) -> Iterator[tuple[Any, Any]]:
+    """Both ends of a ring with one reader, which sleeps between messages."""
+    from spmd_serve.engine import ring
+
+    out = ring.RingOutbox(1, max_chunk_bytes)
+    inbox = ring.RingInbox(out.address, 0, spin=False)
+    ready = threading.Thread(target=inbox.wait_until_ready, daemon=True)
+    ready.start()
+    out.wait_until_ready()
+    ready.join(LOST_S)
+    yield out, inbox
+    for end in (inbox, out):
+        end.shutdown()
 
 
 def test_the_installed_vllm_fits() -> None:
@@ -116,70 +134,48 @@ def test_a_reader_that_sleeps_is_woken_by_the_messages(monkeypatch: pytest.Monke
     from spmd_serve.engine import ring
 
     monkeypatch.setattr(ring, "look_again", lambda queue: None)
-    out = ring.RingOutbox(1, 1 << 16)
-    inbox = ring.RingInbox(out.address, 0, spin=False)
     read: queue.SimpleQueue[object] = queue.SimpleQueue()
-
-    def reader() -> None:
-        inbox.wait_until_ready()
-        while (obj := inbox.dequeue(indefinite=True)) is not None:
-            read.put(obj)
-
-    thread = threading.Thread(target=reader, daemon=True)
-    thread.start()
-    out.wait_until_ready()
     lost = 0
-    for number in range(200):
-        out.enqueue(number)
-        asked = time.monotonic()
-        assert read.get(timeout=3 * LOST_S) == number
-        lost += time.monotonic() - asked > LOST_S
-        assert lost <= FEW
-    out.enqueue(None)
-    thread.join(3 * LOST_S)
-    for end in (inbox, out):
-        end.shutdown()
+    with ring_of(1 << 16) as (out, inbox):
+
+        def reader() -> None:
+            while (obj := inbox.dequeue(indefinite=True)) is not None:
+                read.put(obj)
+
+        thread = threading.Thread(target=reader, daemon=True)
+        thread.start()
+        for number in range(200):
+            out.enqueue(number)
+            asked = time.monotonic()
+            assert read.get(timeout=3 * LOST_S) == number
+            lost += time.monotonic() - asked > LOST_S
+            assert lost <= FEW
+        out.enqueue(None)
+        thread.join(3 * LOST_S)
 
 
 def test_a_reader_that_is_not_woken_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spmd_serve.engine import ring
-
-    out = ring.RingOutbox(1, 1 << 16)
-    inbox = ring.RingInbox(out.address, 0, spin=False)
-    ready = threading.Thread(target=inbox.wait_until_ready, daemon=True)
-    ready.start()
-    out.wait_until_ready()
-    ready.join(LOST_S)
-    monkeypatch.setattr(out._queue._spin_condition, "notify", lambda: None)
-    late = threading.Timer(0.2, out.enqueue, ["unheard"])
-    late.start()
-    asked = time.monotonic()
-    assert inbox.dequeue(timeout=3 * LOST_S) == "unheard"
-    assert time.monotonic() - asked < LOST_S
-    late.join()
-    for end in (inbox, out):
-        end.shutdown()
+    with ring_of(1 << 16) as (out, inbox):
+        monkeypatch.setattr(out._queue._spin_condition, "notify", lambda: None)
+        late = threading.Timer(0.2, out.enqueue, ["unheard"])
+        late.start()
+        asked = time.monotonic()
+        assert inbox.dequeue(timeout=3 * LOST_S) == "unheard"
+        assert time.monotonic() - asked < LOST_S
+        late.join()
 
 
 def test_the_size_of_a_message_as_it_lies_in_the_ring() -> None:
     """Leans on vLLM's layout of a slot: parts with their lengths, or a mark for what went over a socket."""
-    from spmd_serve.engine import ring
-
-    out = ring.RingOutbox(1, 3 << 20)
-    inbox = ring.RingInbox(out.address, 0, spin=False)
-    ready = threading.Thread(target=inbox.wait_until_ready, daemon=True)
-    ready.start()
-    out.wait_until_ready()
-    ready.join(LOST_S)
     sizes = {}
-    # From a MiB on a tensor's bytes are a part of their own.
-    for length in (0, 1000, 1 << 20, 2 << 20, 4 << 20):
-        sizes[length] = out.enqueue(torch.zeros(length, dtype=torch.uint8))
-        assert len(inbox.dequeue(timeout=LOST_S)) == length
+    with ring_of(3 << 20) as (out, inbox):
+        # From a MiB on a tensor's bytes are a part of their own.
+        for length in (0, 1000, 1 << 20, 2 << 20, 4 << 20):
+            out.enqueue(torch.zeros(length, dtype=torch.uint8))
+            sizes[length] = out.last_bytes()
+            assert len(inbox.dequeue(timeout=LOST_S)) == length
     assert 0 < sizes[0] < 1000 < sizes[1000] < 2000
     assert [sizes[length] // length for length in (1 << 20, 2 << 20, 4 << 20)] == [1, 1, 0]
-    for end in (inbox, out):
-        end.shutdown()
 
 
 def test_engines_below_a_later_endpoint_are_counted_from_its_first_replica(

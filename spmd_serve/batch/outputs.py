@@ -47,12 +47,12 @@ class FileOutput:
     def __init__(
         self, journal: Journal, *, ordered: bool, upload_to: str | None, say: Callable[[str], None]
     ) -> None:
-        self._problem: SpmdError | None = None
         self.name = journal.path
         self.journal = journal
         self._ordered = ordered
         self._upload_to = upload_to
         self._say = say
+        self._problem: SpmdError | None = None
 
     @property
     def done(self) -> LineSet:

@@ -56,7 +56,7 @@ class Inbox(Protocol):
 class Ring(Protocol):
     """Where a relay puts what it received: vLLM's MessageQueue inside a host, a queue inside a process."""
 
-    def enqueue(self, obj: Any, timeout: float | None = None) -> object:
+    def enqueue(self, obj: Any, timeout: float | None = None) -> None:
         """Add `obj`, waiting while the ring is full."""
 
 

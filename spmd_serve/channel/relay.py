@@ -71,8 +71,7 @@ class Relay:
     def _put(self, payload: bytes | bytearray) -> None:
         while not self._closing:
             with suppress(TimeoutError):
-                self._ring.enqueue(payload, timeout=0.0)
-                return
+                return self._ring.enqueue(payload, timeout=0.0)
             # vLLM's ring would spin for a place, and take the interpreter lock from this rank's long step.
             time.sleep(_FULL_S)
         raise ChannelClosed("the relay is closed")

@@ -56,11 +56,11 @@ class DriverOutbox:
         host_bytes = network_bytes = 0
         with self._lock:
             for way in self._ways:
-                size = way.enqueue(obj, timeout) or 0
+                sent = way.enqueue(obj, timeout)
                 if isinstance(way, RingOutbox):
-                    host_bytes += size
+                    host_bytes += way.last_bytes()
                 else:
-                    network_bytes += size
+                    network_bytes += sent or 0
         self.sent_at = time.monotonic()
         self._slot.sent(host_bytes, network_bytes, self.sent_at - begun)
 

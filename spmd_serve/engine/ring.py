@@ -45,14 +45,14 @@ class RingOutbox:
         """What a reader on this host needs, as JSON values."""
         return handle_to_json(self._queue.export_handle())
 
-    def enqueue(self, obj: object, timeout: float | None = None) -> int:
-        """Write `obj` for every reader; returns its bytes, counted once (0: too long for the ring's memory).
-
-        Waits `timeout` seconds for a free slot, then TimeoutError.
-        """
+    def enqueue(self, obj: object, timeout: float | None = None) -> None:
+        """Write `obj` for every reader; waits `timeout` seconds for a free slot, then TimeoutError."""
         with self._lock:
             self._queue.enqueue(obj, timeout)
-            return last_message_bytes(self._queue)
+
+    def last_bytes(self) -> int:
+        """Bytes of the last message, counted once; 0 for one too long for the ring's memory."""
+        return last_message_bytes(self._queue)
 
     def wait_until_ready(self) -> None:
         """Return when all readers are there."""

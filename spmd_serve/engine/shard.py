@@ -123,7 +123,7 @@ class Shard(WorkerProc):
     def _has_loaded(self) -> None:
         self._loaded = True
         # All ranks have it open by now, and so nobody who is killed leaves it behind.
-        remove_shared(shm_name(self._spec, self._me).rpartition(":")[2])
+        remove_shared(_shared_name(self._spec, self._me))
         # Not before: a thread has its name, by which it is found, only from its own first moment on.
         free_gloo_threads(parse_cpus(self._me.cpus))
         self._slot.state("ready")
@@ -148,7 +148,11 @@ def shm_name(spec: ControlSpec, me: RankInfo) -> str:
     where the CPU has AVX-512 vLLM names the memory that ranks share after the part behind the last colon, and
     takes ranks with the same one for ranks that can share it. So it is unique per run, replica and host.
     """
-    return f"env://spmd_serve:{shared_name(spec.generation, spec.layout.replica(me.rank), me.machine_id)}"
+    return f"env://spmd_serve:{_shared_name(spec, me)}"
+
+
+def _shared_name(spec: ControlSpec, me: RankInfo) -> str:
+    return shared_name(spec.generation, spec.layout.replica(me.rank), me.machine_id)
 
 
 def place_config(vllm_config: Any, spec: ControlSpec, me: RankInfo) -> None:

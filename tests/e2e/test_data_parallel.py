@@ -40,11 +40,7 @@ def test_both_replicas_work(ours: Endpoint) -> None:
     before = ours.steps()
     assert set(before) == {0, 1}
     ours.greedy_together(PROMPTS, 64)
-    wait_until(
-        lambda: all(ours.steps()[rank] - n >= 64 for rank, n in before.items()),
-        10.0,
-        "64 steps more on each rank",
-    )
+    ours.wait_steps(before, 64)
 
 
 def api_servers(job: Job) -> list[int]:

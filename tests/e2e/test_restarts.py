@@ -12,6 +12,7 @@ from tests.support.crowd import Crowd
 from tests.support.faults import freeze, watcher_below
 from tests.support.job import Job, torchrun_job
 from tests.support.processes import wait_exit
+from tests.support.recovery import noticed
 from tests.support.stock import PROMPTS
 from tests.support.waiting import Note, wait_until
 
@@ -57,24 +58,16 @@ def comes_back(job: Job, name: str, fault: Fault, expected: list[list[int]], not
     errors = sum(request.broken is None and request.error is not None for request in crowd.requests)
     wait_until(lambda: serves(job, expected), SERVE_S, f"the job to serve again\n{job.server.tail()}")
     again = time.monotonic() - started
+    last = job.endpoint.call("/topology")[1]["history"].get("last", {})
+    seen = noticed(last.get("detected_at", 0.0), clock)
     note(
-        f"{'SIGSTOP' if stopped else 'kill -9'} of {name}, {clients} streams: {noticed(job, clock)}"
+        f"{'SIGSTOP' if stopped else 'kill -9'} of {name}, {clients} streams: {seen}"
         f"all gone after {gone:.2f} s, "
         + (f"clients knew after {told[0]:.2f} to {told[-1]:.2f} s ({errors} by an error), " if told else "")
         + f"served again after {again:.1f} s"
     )
     assert not old.left(), "names in /dev/shm are left"
     return job.server.text()[said:]
-
-
-def noticed(job: Job, clock: float) -> str:
-    """How long after the Unix time `clock` there was a verdict, by what the round that serves now remembers.
-
-    Nothing where nobody has kept a note of it, for the watcher is what was killed.
-    """
-    view = job.endpoint.call("/topology")[1]
-    at = view["history"].get("last", {}).get("detected_at", 0.0)
-    return f"noticed after {at - clock:.2f} s, " if at > clock else ""
 
 
 def test_a_rank_killed_under_streams_and_a_stopped_one(tiny_qwen3: Path, tmp_path: Path, note: Note) -> None:

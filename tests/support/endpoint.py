@@ -5,7 +5,7 @@ import re
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from openai import DefaultHttpxClient, OpenAI
+
+from tests.support.waiting import wait_until
 
 NAME = "tiny"  # --served-model-name, so that two servers' answers are alike
 REQUEST_LIMIT_S = 120.0
@@ -117,6 +119,14 @@ class Endpoint:
     def steps(self) -> dict[int, int]:
         """How many messages of the driver each rank has obeyed so far."""
         return {member["rank"]: member["steps"] for member in self.members() if member["kind"] == "rank"}
+
+    def wait_steps(self, before: Mapping[int, int], more: int) -> None:
+        """Waits until each rank has obeyed `more` messages more than `before`: it counts after it answers."""
+        wait_until(
+            lambda: all(self.steps()[rank] - steps >= more for rank, steps in before.items()),
+            10.0,
+            f"{more} steps more on each rank",
+        )
 
     def ask_ranks(self, method: str, *arguments: str) -> list[Any]:
         """Calls a worker method on all ranks of the replica, in the ranks' order."""

@@ -28,6 +28,14 @@ Round = dict[str, Any]
 of the last failure's verdict, 0 where there was none."""
 
 
+def noticed(at: float, clock: float) -> str:
+    """How long after the Unix time `clock` the verdict was, which the next round remembers to be of `at`.
+
+    Nothing where nobody has kept a note of it, for the (head's) watcher is what was killed.
+    """
+    return f"noticed after {at - clock:.2f} s, " if at > clock else ""
+
+
 @dataclass
 class LightJob:
     """Agents of one job, by number; those that were not started yet can join later."""
