@@ -26,6 +26,7 @@ SET = (
     "tests/e2e/test_elastic.py",
     "tests/e2e/test_faults.py",
     "tests/e2e/test_clients.py",
+    "tests/e2e/test_coordinator.py",
     "tests/e2e/test_probes.py",
     "tests/test_probe_port.py",
 )

@@ -9,6 +9,7 @@ by vLLM: `check()` (run by a test, and at start) says clearly what moved. So do 
 import importlib
 import inspect
 import multiprocessing
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ import zmq
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.engine import async_llm, coordinator, utils
+from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.utils import APIServerProcessManager
@@ -37,6 +39,8 @@ __all__ = [
     "last_message_bytes",
     "look_again",
     "quieten",
+    "run_coordinator",
+    "run_coordinators_by",
     "sleep_instead_of_spinning",
 ]
 
@@ -79,6 +83,7 @@ _RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (MessageQueue, "wait_until_ready", ()),
     (MessageQueue, "shutdown", ()),
     (FutureWrapper, "result", ("timeout",)),
+    (DPCoordinatorProc, "run_coordinator", ()),
     (StatLoggerManager, "__init__", ("vllm_config", "engine_idxs")),
     (APIServerProcessManager, "__init__", ("target_server_fn",)),
 )
@@ -155,6 +160,15 @@ def fork_engine_cores() -> None:
     """
     for module in (utils, coordinator):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+run_coordinator = DPCoordinatorProc.run_coordinator
+"""The main function of vLLM's coordinator of replicas; takes keywords that DPCoordinator gives."""
+
+
+def run_coordinators_by(main: Callable[..., None]) -> None:
+    """Have `main(**keywords)`, which can be pickled, be a coordinator's main function instead."""
+    DPCoordinatorProc.run_coordinator = staticmethod(main)
 
 
 class _ReplicaNumber(int):

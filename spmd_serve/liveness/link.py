@@ -84,7 +84,7 @@ class WatcherLink:
     ) -> "WatcherLink":
         """Become a member; tries for `deadline_s` seconds, then raises PeerLost.
 
-        hello: kind ("rank", "api", "engine"), name ("rank 3"), rank (int or None).  on_verdict: called once,
+        hello: kind (one of KINDS), name ("rank 3"), rank (int or None).  on_verdict: called once,
         from the link's thread, with the job's first cause; a process that is still there `grace_s` later is
         killed. on_drain(reason): called once, on ranks only.  on_end(code): called when somebody has
         announced the job's normal end, with what ranks end with.  stacks: let SIGUSR2 write the stacks of

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-KINDS = ("rank", "api", "engine")
-"""Kinds of members, each the ancestor of the next: it explains their death at the same moment."""
+KINDS = ("rank", "api", "engine", "coordinator")
+"""Kinds of members, ancestors first: an earlier one explains a later one's death at the same moment."""
 
 STACKS_SIGNAL = signal.SIGUSR2
 """Members let faulthandler answer it with the stacks of all threads, in C: that needs no GIL."""

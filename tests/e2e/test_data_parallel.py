@@ -66,6 +66,7 @@ def test_two_api_servers_answer(job: Job, ours: Endpoint) -> None:
         "API server",
         "API server 0",
         "API server 1",
+        "coordinator of replicas",
         "engine core of replica 0",
         "engine core of replica 1",
     ]

@@ -1,0 +1,47 @@
+"""vLLM's coordinator of data-parallel replicas, as a member of its host's watcher.
+
+vLLM looks whether it lives only where there are several API servers, and never whether it stands still: load
+figures would stop, and replicas of a MoE model would not wake each other.
+"""
+
+import functools
+import os
+import signal
+import threading
+from typing import Any
+
+from spmd_serve.control import ControlSpec
+from spmd_serve.engine import seam
+from spmd_serve.liveness import Verdict, WatcherLink
+from spmd_serve.process import die_with_parent
+from spmd_serve.signals import ENDING
+
+NAME = "coordinator of replicas"
+
+
+def watch_coordinators(spec: ControlSpec) -> None:
+    """From now on a coordinator that vLLM starts below this process, by fork or spawn, is a member."""
+    seam.run_coordinators_by(functools.partial(run, spec))
+
+
+def run(spec: ControlSpec, /, **given: Any) -> None:
+    """The main function of the coordinator's process; `given`: what vLLM's own takes."""
+    die_with_parent(None)
+    # In all threads to come. Who signals every process of a job (systemd, scancel) does not mean this one:
+    # rank 0 decides when the engines that need it are done, and vLLM's SIGTERM comes from our parent.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    hello = {"kind": "coordinator", "name": NAME, "rank": None}
+    link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=_stay)
+    threading.Thread(target=_leave_with_parents_leave, args=(link,), name="signals", daemon=True).start()
+    seam.run_coordinator(**given)
+
+
+def _stay(verdict: Verdict) -> None:
+    """Who answers clients may still need it; the watcher's grace time ends it."""
+
+
+def _leave_with_parents_leave(link: WatcherLink) -> None:
+    while signal.sigwaitinfo(ENDING).si_pid != os.getppid():
+        pass
+    link.leaving()
+    os._exit(0)
