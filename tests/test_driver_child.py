@@ -12,6 +12,7 @@ from spmd_serve import driver_child
 from spmd_serve.driver_child import LOADING_TIMEOUT_S, PLUGIN, prepare_environ
 from spmd_serve.errors import Stopped
 from spmd_serve.liveness import WatcherLink
+from spmd_serve.topology import Layout
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +101,9 @@ def test_sigterm_right_after_the_start_is_an_orderly_end(
 ) -> None:
     """Even when it comes before the child's first line; a child is asked to drain as soon as it is there."""
     monkeypatch.setattr(WatcherLink, "connect", lambda *args, **kwargs: mock.Mock())
-    spec = mock.Mock(watcher="@none", join_timeout_s=1.0, step_timeout_s=300.0)
+    spec = mock.Mock(
+        watcher="@none", join_timeout_s=1.0, step_timeout_s=300.0, layout=Layout(dp=1, pp=1, tp=1)
+    )
     child = driver_child.DriverChild.start("API server", sleep_in_vain, spec, False, early_end=early_end)
     try:
         child.drain()
