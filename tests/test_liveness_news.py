@@ -68,6 +68,10 @@ async def followed(host: Host, drain_s: float) -> AsyncIterator[tuple[Gate, Insi
     await news.close()
 
 
+def draining(host: Host) -> bool:
+    return host.ranks[0].link("view", 5.0)["draining"] is not None
+
+
 def probe(port: int, path: str) -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
@@ -92,6 +96,43 @@ def test_ranks_are_told_to_drain_when_nothing_runs_any_more(job: Job) -> None:
             assert not host.ranks[0].saw("drain")
             inside.leave()
             assert (await asyncio.to_thread(host.ranks[0].expect, "drain"))["reason"] == "SIGTERM"
+
+    run(body())
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_no_rank_is_told_to_drain_while_something_runs_on_another_host(job: Job, busy: int) -> None:
+    """Replicas of a mixture of experts can't answer without each other."""
+    hosts = [job.host(0, 1), job.host(2, 3)]
+    job.configure()
+
+    async def body() -> None:
+        async with followed(hosts[0], 60.0) as (_, head, _), followed(hosts[1], 60.0) as (_, other, _):
+            running, done = (head, other) if busy == 0 else (other, head)
+            done.leave()
+            hosts[1].ranks[0].link("request_drain", "SIGTERM")
+            await until(lambda: all(draining(host) for host in hosts), "the news")
+            assert all(draining(host) for host in hosts)  # a turn of each watcher's loop
+            assert not any(rank.saw("drain") for host in hosts for rank in host.ranks)
+            running.leave()
+            for rank in (*hosts[0].ranks, *hosts[1].ranks):
+                assert (await asyncio.to_thread(rank.expect, "drain"))["reason"] == "SIGTERM"
+
+    run(body())
+
+
+def test_a_host_that_dies_while_others_drain_holds_nobody_up(job: Job) -> None:
+    """What still ran there is lost: the job has failed, and everybody knows."""
+    hosts = [job.host(0, 1), job.host(2, 3)]
+    job.configure()
+
+    async def body() -> None:
+        async with followed(hosts[1], 60.0):
+            hosts[0].ranks[0].link("request_drain", "SIGTERM")
+            await until(lambda: draining(hosts[1]), "the news")
+            os.kill(hosts[1].watcher_pid, signal.SIGKILL)
+            for rank in hosts[0].ranks:
+                assert "watcher is gone" in (await asyncio.to_thread(rank.expect, "verdict"))["cause"]
 
     run(body())
 

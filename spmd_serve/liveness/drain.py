@@ -1,4 +1,4 @@
-"""The way from "please end" to the ranks of this host: first the API servers finish what runs."""
+"""The way from "please end" to the ranks of this host: first all API servers finish what runs."""
 
 from typing import TYPE_CHECKING
 
@@ -8,6 +8,8 @@ from spmd_serve.liveness.records import Message
 if TYPE_CHECKING:
     from spmd_serve.liveness.watcher import Watcher
 
+_ALL_DRAINED: Message = {"t": "all-drained"}
+
 
 class Drain:
     """A part of the watcher. `reason`: who has asked for it; None: nobody."""
@@ -16,6 +18,8 @@ class Drain:
         self.reason: str | None = None
         self.followers = Followers(self.go_on)
         self._watcher = watcher
+        self._head_is_told = False
+        self._all_have = False
 
     def request(self, reason: str) -> None:
         """Somebody wants the job to finish what it does and end: new requests are refused on all hosts."""
@@ -32,11 +36,11 @@ class Drain:
         self.go_on()
 
     def go_on(self) -> None:
-        """Once nothing runs here any more, tell the ranks of this host that have a number and do not know.
+        """Once nothing runs anywhere any more, tell those ranks of this host that have a number.
 
         Before the ranks have met none has one: all are told then, as there is nothing to finish.
         """
-        if self.reason is None or not self.followers.drained(self._watcher.now):
+        if self.reason is None or not self.followers.drained(self._watcher.now) or not self._all_drained():
             return
         for member in self._watcher.members.alive:
             has_place = member.hello.rank is not None or self._watcher.config is None
@@ -44,6 +48,33 @@ class Drain:
                 member.drains = True
                 member.tell({"t": "drain", "reason": self.reason})
 
+    def all_drained(self) -> None:
+        """The head says that nothing runs on any host any more."""
+        self._all_have = True
+
+    def _all_drained(self) -> bool:
+        """Whether that is so; nothing runs on this one.
+
+        Replicas of a mixture-of-experts model need each other for a step, whoever has a request. A watcher
+        that lives comes here within its followers' time, and one that does not ends the job: no deadline.
+        """
+        head, uplink = self._watcher.head, self._watcher.uplink
+        if self._all_have or self._watcher.config is None:
+            return True
+        if uplink is not None:
+            if uplink.is_joined and not self._head_is_told:
+                self._head_is_told = True
+                uplink.tell({"t": "drained"})
+            return not uplink.is_joined
+        if head is not None:
+            if not all(node.drained or node.left for node in head.nodes.values()):
+                return False
+            head.broadcast(_ALL_DRAINED)
+        self._all_have = True
+        return True
+
     def news(self) -> list[Message]:
         """What a newly connected host or follower must know of it."""
-        return [{"t": "drain", "reason": self.reason}] if self.reason is not None else []
+        if self.reason is None:
+            return []
+        return [{"t": "drain", "reason": self.reason}, *([_ALL_DRAINED] if self._all_have else [])]

@@ -45,6 +45,7 @@ class Node:
     number: int | None = None
     heard: float = 0.0
     table: list[Message] = field(default_factory=list)
+    drained: bool = False
     knows_end: bool = False
     left: bool = False
 
@@ -187,6 +188,8 @@ class Head:
             self._court.serves(message)
         elif kind == "drain":
             self._court.request_drain(str(message["reason"]))
+        elif kind == "drained":
+            node.drained = True
         elif kind == "end":
             self._court.end(lambda: None, int(message["part"]), int(message["of"]), int(message["code"]))
         elif kind == "end-known":

@@ -8,6 +8,7 @@ import socket
 from typing import Protocol
 
 from spmd_serve.liveness import words
+from spmd_serve.liveness.drain import Drain
 from spmd_serve.liveness.head import HELLO_BYTES
 from spmd_serve.liveness.judge import Accusation, Weight
 from spmd_serve.liveness.loop import Conn, Loop, log
@@ -33,6 +34,8 @@ class NodeCourt(Protocol):
     def request_drain(self, reason: str) -> None: ...
     @property
     def serving(self) -> Serving: ...
+    @property
+    def drain(self) -> Drain: ...
     def ended(self, code: int) -> None: ...
 
 
@@ -171,6 +174,8 @@ class Uplink:
             self._court.serving.hear_all(message)
         elif kind == "drain":
             self._court.request_drain(str(message["reason"]))
+        elif kind == "all-drained":
+            self._court.drain.all_drained()
         elif kind in ("end", "bye"):
             self.tell({"t": "end-known"})
             self._court.ended(int(message.get("code", 0)))

