@@ -48,7 +48,9 @@ class Flags:
         action="append",
         parsed_default=None,
     )
-    rank_timeout: float = _flag(10.0, "seconds of silence after which a rank counts as lost", type=float)
+    rank_timeout: float = _flag(
+        10.0, "seconds within which a stopped rank or a silent host is known to be lost", type=float
+    )
     step_timeout: float = _flag(
         300.0, "seconds without progress after which a step in flight counts as hung", type=float
     )

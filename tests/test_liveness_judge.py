@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from spmd_serve.liveness import Verdict, WatchConfig, words
-from spmd_serve.liveness.judge import SETTLE_S, Accusation, Jury, LivedClock, Weight
+from spmd_serve.liveness.head import silence_s
+from spmd_serve.liveness.judge import SETTLE_S, Accusation, Jury, LivedClock, Weight, patience_s
 from spmd_serve.liveness.proc import OomCounter, parse_stat
 from spmd_serve.liveness.progress import Limits, Progress, Sighting
+from spmd_serve.liveness.records import beat_s
 from spmd_serve.liveness.wire import MAX_LINE, BadLine, LineBuffer, Seal, pack, unpack
 from spmd_serve.process import Ending
 
@@ -149,7 +151,8 @@ class TestProgress:
         progress = Progress()
         assert seen(progress, 0.0, state="loading") is None
         assert seen(progress, 50.0, state="loading", stopped=True) is None
-        assert seen(progress, 60.0, state="loading", stopped=True) == ("stopped", 10.0)
+        assert seen(progress, 58.6, state="loading", stopped=True) is None
+        assert seen(progress, 58.75, state="loading", stopped=True) == ("stopped", 8.75)
         assert seen(progress, 61.0, state="loading") is None
         assert seen(progress, 62.0, state="loading", stopped=True) is None
 
@@ -157,6 +160,26 @@ class TestProgress:
         progress = Progress()
         seen(progress, 0.0, started=1, stopped=True)
         assert seen(progress, 1000.0, started=1, stopped=True) == ("stopped", 1000.0)
+
+
+class TestPatience:
+    """The flag says when a lost rank or host is known, not when somebody begins to think about it."""
+
+    @pytest.mark.parametrize("rank_timeout", [3.0, 4.0, 10.0, 60.0])
+    def test_a_stop_is_known_within_the_rank_timeout(self, rank_timeout: float) -> None:
+        limits = Limits(rank_timeout, 300.0, expect_turns=False)
+        first_look = limits.look_s  # the longest time until it is seen at all
+        accused = first_look + patience_s(rank_timeout, Weight.OWN, limits.look_s) + limits.look_s
+        assert accused + SETTLE_S[Weight.OWN] <= rank_timeout
+
+    @pytest.mark.parametrize("rank_timeout", [9.0, 10.0, 60.0])
+    def test_a_silent_host_is_known_within_the_rank_timeout(self, rank_timeout: float) -> None:
+        accused = silence_s(rank_timeout) + beat_s(rank_timeout)
+        assert accused + SETTLE_S[Weight.HOST] <= rank_timeout
+
+    @pytest.mark.parametrize("rank_timeout", [0.5, 2.0, 5.0])
+    def test_a_short_timeout_leaves_a_host_time_to_speak(self, rank_timeout: float) -> None:
+        assert silence_s(rank_timeout) == 0.75 * rank_timeout >= 3 * beat_s(rank_timeout) * 0.99
 
 
 class TestWords:

@@ -121,15 +121,15 @@ def test_sigstop_is_seen_after_rank_timeout_and_slow_ranks_are_left_alone(job: J
     at = host.ranks[1].kill(signal.SIGSTOP)
     verdict = host.ranks[2].expect("verdict")
     print(f"SIGSTOP told after {verdict['at'] - at:.3f} s")
-    assert 1.0 <= verdict["at"] - at < 3.0
+    assert 0.5 <= verdict["at"] - at < 3.0
     assert "rank 1 " in verdict["cause"] and "has been stopped (SIGSTOP) for" in verdict["cause"]
-    assert verdict["detect_s"] >= 1.0
+    assert verdict["detect_s"] >= 0.5
     job.all_gone(4.0)
 
 
 def test_a_short_stop_is_forgiven(job: Job) -> None:
     host = job.host(0, 1)
-    job.configure(rank_timeout=2.0)
+    job.configure(rank_timeout=6.0)
     host.ranks[1].kill(signal.SIGSTOP)
     wait_until(
         lambda: _state(host.ranks[0].link("view", 5.0), "rank 1") == "stopped",

@@ -78,7 +78,7 @@ def test_five_deaths_of_five_processes_on_one_agent(tmp_path: Path, note: Note) 
         "API server",
         "rank 0",
         f"the watcher on host {os.uname().nodename} is gone",
-        "has been stopped (SIGSTOP) for 3 s",
+        "has been stopped (SIGSTOP) for 2 s",
     ):
         assert cause in text
 
@@ -118,13 +118,13 @@ def test_a_cut_link_ends_the_job_on_both_sides_and_it_comes_back(
     can_simulate_hosts: None, tmp_path: Path, note: Note
 ) -> None:
     with Hosts("node0", "node1") as hosts:
-        flags = ("-tp=1", "-dp=auto", "--rank-timeout=3")
+        flags = ("-tp=1", "-dp=auto")  # the default --rank-timeout of 10 s
         with light_job(tmp_path, *flags, nnodes="1:2", max_restarts=3, hosts=hosts) as job:
             job.start()
             now = job.served()
             while now["dp"] < 2:
                 now = job.served(now)
-            now = recovers(job, now, "link cut, --rank-timeout 3", lambda: hosts.cut("node1"), note)
+            now = recovers(job, now, "link cut, --rank-timeout 10", lambda: hosts.cut("node1"), note, 20.0)
             assert now["dp"] == 1
             assert "host node1 (rank 1) has been silent for" in job.servers[0].text()
             job.servers[1].end()

@@ -9,14 +9,21 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from spmd_serve.liveness import words
-from spmd_serve.liveness.judge import Accusation, Weight
+from spmd_serve.liveness.judge import Accusation, Weight, patience_s
 from spmd_serve.liveness.loop import Conn, Loop, log
-from spmd_serve.liveness.records import Message, WatchConfig
+from spmd_serve.liveness.records import Message, WatchConfig, beat_s
 from spmd_serve.liveness.wire import BadLine, Seal, pack
 
 HELLO_BYTES = 4096
 _STRANGERS = 64
 _STRANGER_S = 10.0
+
+
+def silence_s(rank_timeout: float) -> float:
+    """Seconds without a word from another host's watcher until that host is accused."""
+    return patience_s(
+        rank_timeout, Weight.HOST, beat_s(rank_timeout) / 2
+    )  # its last one was up to a beat ago
 
 
 class HeadCourt(Protocol):
@@ -115,7 +122,7 @@ class Head:
             if node is None:
                 if now - self._configured_at > config.join_timeout:
                     self._accuse(number, words.not_joined(where, config.join_timeout), None)
-            elif not node.left and now - node.heard > config.rank_timeout:
+            elif not node.left and now - node.heard > silence_s(config.rank_timeout):
                 self._accuse(number, words.host_silent(where, now - node.heard), now - node.heard)
 
     def _accuse(self, number: int, cause: str, age_s: float | None) -> None:

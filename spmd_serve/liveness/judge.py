@@ -36,6 +36,19 @@ SETTLE_S: Mapping[Weight, float] = {
 }
 """How long an accusation waits for a more causal one, seconds."""
 
+_SHORTEST_PATIENCE: Mapping[Weight, float] = {Weight.OWN: 1 / 2, Weight.HOST: 3 / 4}
+"""Parts of the rank timeout: a stop is certain, but a host may be silent for a second without being lost."""
+
+
+def patience_s(rank_timeout: float, weight: Weight, look_s: float) -> float:
+    """How long a stop or a silence lasts when it is accused, so that the verdict comes within `rank_timeout`.
+
+    All in seconds. Two looks (one to see it at all) and the time to settle are taken off, as far as a
+    timeout of a few seconds has room for that.
+    """
+    return max(_SHORTEST_PATIENCE[weight] * rank_timeout, rank_timeout - SETTLE_S[weight] - 2 * look_s)
+
+
 _FINAL = (Weight.OWN, Weight.WORDLESS, Weight.HOST, Weight.PEER)
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from spmd_serve.liveness import words
 from spmd_serve.liveness.drain import Drain
-from spmd_serve.liveness.head import HELLO_BYTES
+from spmd_serve.liveness.head import HELLO_BYTES, silence_s
 from spmd_serve.liveness.judge import Accusation, Weight
 from spmd_serve.liveness.loop import Conn, Loop, log
 from spmd_serve.liveness.records import Message, Verdict, WatchConfig
@@ -69,7 +69,7 @@ class Uplink:
         if self._court.over:
             return
         if self.is_joined:
-            if now - self._heard > config.rank_timeout:
+            if now - self._heard > silence_s(config.rank_timeout):
                 self._accuse(
                     words.host_silent(f"the head, {self._head()}", now - self._heard), now - self._heard
                 )

@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from spmd_serve.liveness.judge import Weight, patience_s
+
 Trouble = Literal["stopped", "stuck", "idle"]
 _SETTLED_TURNS = 2
 """After loading a driver may pause once more (Python's collector) before it beats evenly."""
+_LOOK_S = 0.5
 TROUBLES: tuple[Trouble, ...] = ("stopped", "stuck", "idle")
 
 
@@ -32,6 +35,11 @@ class Limits:
     rank_timeout: float
     step_timeout: float
     expect_turns: bool
+
+    @property
+    def look_s(self) -> float:
+        """How often members are looked at, seconds."""
+        return min(_LOOK_S, self.rank_timeout / 4)
 
 
 class Progress:
@@ -74,7 +82,8 @@ class Progress:
 
     def trouble(self, limits: Limits, now: float) -> tuple[Trouble, float] | None:
         """What is wrong at time `now`, and for how many seconds; the plainest trouble first."""
-        if self._stopped_since is not None and now - self._stopped_since >= limits.rank_timeout:
+        stop_s = patience_s(limits.rank_timeout, Weight.OWN, limits.look_s)
+        if self._stopped_since is not None and now - self._stopped_since >= stop_s:
             return "stopped", now - self._stopped_since
         if self._flight_since is not None and now - self._flight_since >= limits.step_timeout:
             return "stuck", now - self._flight_since

@@ -11,6 +11,14 @@ KINDS = ("rank", "api", "engine", "coordinator")
 STACKS_SIGNAL = signal.SIGUSR2
 """Members let faulthandler answer it with the stacks of all threads, in C: that needs no GIL."""
 
+_BEAT_S = 1.0
+
+
+def beat_s(rank_timeout: float) -> float:
+    """How often watchers tell their members and each other that they live, seconds."""
+    return min(_BEAT_S, rank_timeout / 4)
+
+
 Message = dict[str, Any]
 """One JSON object on a line; "t" names its type."""
 

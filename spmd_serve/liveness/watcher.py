@@ -15,12 +15,10 @@ from spmd_serve.liveness.members import Member, Members
 from spmd_serve.liveness.node import Uplink
 from spmd_serve.liveness.probe import Probe
 from spmd_serve.liveness.progress import Limits
-from spmd_serve.liveness.records import Message, Verdict, WatchConfig
+from spmd_serve.liveness.records import Message, Verdict, WatchConfig, beat_s
 from spmd_serve.liveness.serving import Serving
 from spmd_serve.torchrun_env import job_folder
 
-_POLL_S = 0.5
-_BEAT_S = 1.0
 _LAST_WORDS_S = 1.0
 """How long the watcher stays without members, to hear the verdict on their deaths or to find it."""
 _HIGHER_COURT_S = 1.0
@@ -42,7 +40,7 @@ class Watcher:
         grace_s: float,
     ) -> None:
         """`parent`, `agent`: pid and pidfd of the rank that forked us, and of the torchrun agent."""
-        self._clock = LivedClock(2 * _POLL_S)
+        self._clock = LivedClock(0.0)
         self.loop = Loop()
         self.host = socket.gethostname()
         self.config: WatchConfig | None = None
@@ -71,8 +69,8 @@ class Watcher:
 
     def _set_limits(self, limits: Limits) -> None:
         self.limits = limits
-        self._poll_s = min(_POLL_S, limits.rank_timeout / 4)
-        self._beat_s = min(_BEAT_S, limits.rank_timeout / 4)
+        self._poll_s = limits.look_s
+        self._beat_s = beat_s(limits.rank_timeout)
         self._clock.most = 2 * self._poll_s
 
     def run(self) -> None:
