@@ -41,6 +41,8 @@ class ControlSpec:
     """Whether readers of a ring poll for a second after each message."""
     first_replica: int = 0
     """The replica that vLLM, below an endpoint with some of the replicas, takes for its first."""
+    drain_s: float = 0.0
+    """How long running requests may go on at an endpoint once the job is to end, seconds."""
     in_process: bool = False
     """Each driver runs in the process of its replica's first rank (scripts), not in one of its own."""
 

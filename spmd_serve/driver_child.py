@@ -139,10 +139,6 @@ def _run(
         from spmd_serve.engine import seam
 
         seam.fork_engine_cores()
-    if spec.layout.dp > 1:
-        from spmd_serve.engine.coordinator import watch_coordinators
-
-        watch_coordinators(spec)
     hello = {"kind": "api", "name": name, "rank": None}
     link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=keep_answering)
 

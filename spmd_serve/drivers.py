@@ -27,8 +27,10 @@ def start_child(
 ) -> DriverChild:
     """Fork the process that hosts this endpoint's drivers."""
     from spmd_serve.engine.config import apply_executor
+    from spmd_serve.engine.coordinator import watch_coordinators
 
     apply_executor(args, spec)
+    watch_coordinators(spec)
     child = DriverChild.start(name, body, spec, fork_engines, job.part, job.early_end)
     job.drain_with(lambda reason: child.drain())
     job.before_exit(lambda: child.wait(LAST_WORDS_S))

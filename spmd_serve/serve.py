@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 2.0
 """Seconds between an idle driver's signs of life to its ranks."""
+TEARDOWN_S = 10
+"""Seconds that vLLM's processes may take to leave after the drain: vLLM kills them then, whatever they do."""
 ONE_FOR_ALL = Endpoint(0, rank=0, replicas=range(0), place=0)
 """The endpoint of ``--lb internal``, before it is known how many replicas there are."""
 
@@ -45,11 +47,11 @@ def serve(early: Early) -> int:
         given = args.given_sizes["data_parallel_size"]
         opened = plan_endpoints(job, layout, shrinks=given == elastic.AUTO)
         door = door if early.flags.lb == "internal" else open_door(job, early, opened)
-        spec = control_spec(job, layout)
+        spec, drain_s = control_spec(job, layout), args.shutdown_timeout
         config = engine_config(job, args)
         api = start_api(job, args, spec, config, opened, door, fork_engines, started)
         run_shard(job, config, spec)
-        return end(job, api, args.shutdown_timeout)
+        return end(job, api, drain_s)
 
 
 def print_help(early: Early) -> int:
@@ -145,6 +147,8 @@ def start_api(
     urls = exchange_urls(job, opened, mine, url)
     if urls is not None:
         print_table(spec, urls)
+    spec = replace(spec, drain_s=args.shutdown_timeout)
+    args.shutdown_timeout += TEARDOWN_S
     child = start_child(job, args, spec, name, lambda: serve_http(args, door, url), fork_engines)
     door.sock.close()
 

@@ -186,7 +186,7 @@ def test_a_cut_cable_ends_both_sides(job: Job) -> None:
 
 
 def test_a_busy_head_is_not_taken_for_dead(job: Job) -> None:
-    head, other = two_hosts(job, rank_timeout=2.0)
+    head, other = two_hosts(job, rank_timeout=4.0)
     with frozen(other.watcher_pid):
         time.sleep(0.6)
     head.ranks[0].do("hold_gil", 3.0)

@@ -162,6 +162,14 @@ class TestProgress:
         assert seen(progress, 1000.0, started=1, stopped=True) == ("stopped", 1000.0)
 
 
+def test_a_drain_is_let_in_while_somebody_stands_still_who_may_go_on() -> None:
+    jury = Jury()
+    jury.hear(Accusation("x stopped", Weight.OWN, "x has been stopped", 1, "a", age_s=8.7), 10.0)
+    assert not jury.has_death
+    jury.hear(accusation("y", Weight.OWN), 10.1)
+    assert jury.has_death
+
+
 class TestPatience:
     """The flag says when a lost rank or host is known, not when somebody begins to think about it."""
 
@@ -174,7 +182,9 @@ class TestPatience:
 
     @pytest.mark.parametrize("rank_timeout", [9.0, 10.0, 60.0])
     def test_a_silent_host_is_known_within_the_rank_timeout(self, rank_timeout: float) -> None:
-        accused = silence_s(rank_timeout) + beat_s(rank_timeout)
+        accused = silence_s(rank_timeout) + beat_s(
+            rank_timeout
+        )  # nobody waits for the verdict of a lost head
         assert accused + SETTLE_S[Weight.HOST] <= rank_timeout
 
     @pytest.mark.parametrize("rank_timeout", [0.5, 2.0, 5.0])

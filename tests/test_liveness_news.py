@@ -14,6 +14,7 @@ import pytest
 
 from spmd_serve.server.gate import Gate, Visit
 from spmd_serve.server.news import News
+from tests.support.faults import state
 from tests.support.liveness import Host, Job
 
 PATIENCE_S = 15.0
@@ -68,10 +69,6 @@ async def followed(host: Host, drain_s: float) -> AsyncIterator[tuple[Gate, Insi
     await news.close()
 
 
-def draining(host: Host) -> bool:
-    return host.ranks[0].link("view", 5.0)["draining"] is not None
-
-
 def probe(port: int, path: str) -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
@@ -107,12 +104,13 @@ def test_no_rank_is_told_to_drain_while_something_runs_on_another_host(job: Job,
     job.configure()
 
     async def body() -> None:
-        async with followed(hosts[0], 60.0) as (_, head, _), followed(hosts[1], 60.0) as (_, other, _):
-            running, done = (head, other) if busy == 0 else (other, head)
+        async with followed(hosts[0], 60.0) as head, followed(hosts[1], 60.0) as other:
+            (_, running, _), (_, done, _) = (head, other) if busy == 0 else (other, head)
             done.leave()
             hosts[1].ranks[0].link("request_drain", "SIGTERM")
-            await until(lambda: all(draining(host) for host in hosts), "the news")
-            assert all(draining(host) for host in hosts)  # a turn of each watcher's loop
+            await until(lambda: head[0].refusal and other[0].refusal, "both gates to shut")
+            for host in hosts:  # a turn of each watcher's loop, after what its follower has said
+                host.ranks[0].link("view", 5.0)
             assert not any(rank.saw("drain") for host in hosts for rank in host.ranks)
             running.leave()
             for rank in (*hosts[0].ranks, *hosts[1].ranks):
@@ -121,18 +119,23 @@ def test_no_rank_is_told_to_drain_while_something_runs_on_another_host(job: Job,
     run(body())
 
 
-def test_a_host_that_dies_while_others_drain_holds_nobody_up(job: Job) -> None:
-    """What still ran there is lost: the job has failed, and everybody knows."""
+def test_a_host_that_has_left_holds_nobody_up(job: Job) -> None:
     hosts = [job.host(0, 1), job.host(2, 3)]
     job.configure()
 
     async def body() -> None:
-        async with followed(hosts[1], 60.0):
-            hosts[0].ranks[0].link("request_drain", "SIGTERM")
-            await until(lambda: draining(hosts[1]), "the news")
-            os.kill(hosts[1].watcher_pid, signal.SIGKILL)
+        async with followed(hosts[0], 60.0) as (gate, inside, _news):
+            async with followed(hosts[1], 60.0) as (other, _, _):
+                hosts[0].ranks[0].link("request_drain", "SIGTERM")
+                await until(lambda: gate.refusal and other.refusal, "both gates to shut")
+                for rank in hosts[1].ranks:
+                    rank.link("leaving")
+                    rank.send("exit", 0)
+                await until(lambda: state(hosts[1].watcher_pid) in "Z?", "its watcher's end")
+            assert not hosts[0].ranks[0].saw("drain")
+            inside.leave()
             for rank in hosts[0].ranks:
-                assert "watcher is gone" in (await asyncio.to_thread(rank.expect, "verdict"))["cause"]
+                assert (await asyncio.to_thread(rank.expect, "drain"))["reason"] == "SIGTERM"
 
     run(body())
 

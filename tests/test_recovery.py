@@ -78,7 +78,7 @@ def test_five_deaths_of_five_processes_on_one_agent(tmp_path: Path, note: Note) 
         "API server",
         "rank 0",
         f"the watcher on host {os.uname().nodename} is gone",
-        "has been stopped (SIGSTOP) for 2 s",
+        "has been stopped (SIGSTOP) for ",
     ):
         assert cause in text
 

@@ -21,15 +21,14 @@ NAME = "coordinator of replicas"
 
 def watch_coordinators(spec: ControlSpec) -> None:
     """From now on a coordinator that vLLM starts below this process, by fork or spawn, is a member."""
-    seam.run_coordinators_by(functools.partial(run, spec))
+    seam.run_coordinators_by(functools.partial(run, spec), ENDING)
 
 
 def run(spec: ControlSpec, /, **given: Any) -> None:
     """The main function of the coordinator's process; `given`: what vLLM's own takes."""
     die_with_parent(None)
-    # In all threads to come. Who signals every process of a job (systemd, scancel) does not mean this one:
-    # rank 0 decides when the engines that need it are done, and vLLM's SIGTERM comes from our parent.
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    # SIGTERM is blocked in all threads. Who signals every process of a job (systemd, scancel) does not mean
+    # this one: rank 0 decides when the engines that need it are done, and vLLM's comes from our parent.
     hello = {"kind": "coordinator", "name": NAME, "rank": None}
     link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=_stay)
     threading.Thread(target=_leave_with_parents_leave, args=(link,), name="signals", daemon=True).start()

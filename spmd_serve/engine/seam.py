@@ -9,7 +9,9 @@ by vLLM: `check()` (run by a test, and at start) says clearly what moved. So do 
 import importlib
 import inspect
 import multiprocessing
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterable
+from multiprocessing import resource_tracker
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +19,7 @@ import zmq
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.engine import async_llm, coordinator, utils
-from vllm.v1.engine.coordinator import DPCoordinatorProc
+from vllm.v1.engine.coordinator import DPCoordinator, DPCoordinatorProc
 from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.utils import APIServerProcessManager
@@ -83,6 +85,7 @@ _RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (MessageQueue, "wait_until_ready", ()),
     (MessageQueue, "shutdown", ()),
     (FutureWrapper, "result", ("timeout",)),
+    (DPCoordinator, "__init__", ("parallel_config",)),
     (DPCoordinatorProc, "run_coordinator", ()),
     (StatLoggerManager, "__init__", ("vllm_config", "engine_idxs")),
     (APIServerProcessManager, "__init__", ("target_server_fn",)),
@@ -166,8 +169,25 @@ run_coordinator = DPCoordinatorProc.run_coordinator
 """The main function of vLLM's coordinator of replicas; takes keywords that DPCoordinator gives."""
 
 
-def run_coordinators_by(main: Callable[..., None]) -> None:
-    """Have `main(**keywords)`, which can be pickled, be a coordinator's main function instead."""
+_start_coordinator = DPCoordinator.__init__
+
+
+def run_coordinators_by(main: Callable[..., None], blocked: Iterable[signal.Signals]) -> None:
+    """Have `main(**keywords)`, which can be pickled, be a coordinator's main function instead.
+
+    It begins with these signals blocked in all its threads, also those that libraries start while they are
+    imported.
+    """
+
+    def start(self: DPCoordinator, *args: Any, **kwargs: Any) -> None:
+        resource_tracker.ensure_running()  # when it starts, it leaves SIGTERM unblocked
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        try:
+            _start_coordinator(self, *args, **kwargs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    DPCoordinator.__init__ = start
     DPCoordinatorProc.run_coordinator = staticmethod(main)
 
 

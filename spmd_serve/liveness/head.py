@@ -184,6 +184,7 @@ class Head:
 
     def _hear(self, node: Node, message: Message) -> None:
         node.heard = self._court.now
+        self._court.withdraw(f"node {node.number}")
         kind = message["t"]
         if kind == "beat":
             node.table = list(message["table"])

@@ -25,6 +25,9 @@ class Weight(IntEnum):
     """Somebody noticed only that somebody else is gone."""
 
 
+HEAD_KEY = "node 0"
+"""What an accusation of the head's host is about; no higher court can be waited for then."""
+
 SETTLE_S: Mapping[Weight, float] = {
     Weight.OWN: 0.3,
     Weight.WORDLESS: 0.3,
@@ -115,8 +118,14 @@ class Jury:
 
     @property
     def has_death(self) -> bool:
-        """Whether a member or a whole host is gone, or has said that it fails: no drain mends that."""
-        return any(accusation.weight in _FINAL for accusation, _, _ in self._heard.values())
+        """Whether a member or a whole host is gone, or has said that it fails: no drain mends that.
+
+        A stopped member, whose accusation has an age, may go on.
+        """
+        return any(
+            one.weight in _FINAL and (one.weight is not Weight.OWN or one.age_s is None)
+            for one, _, _ in self._heard.values()
+        )
 
     def waited(self, key: str, now: float) -> float:
         """Seconds since an accusation was heard."""

@@ -222,7 +222,7 @@ class WatcherLink:
                     if not data:
                         break
                     self._lines.feed(data)
-                elif now - heard > self._rank_timeout:
+                elif now - heard > self._rank_timeout - slice_s:
                     self._watcher_silent(now - heard)
                     return
         except (OSError, ValueError, KeyError, BadLine):

@@ -10,7 +10,7 @@ from typing import Protocol
 from spmd_serve.liveness import words
 from spmd_serve.liveness.drain import Drain
 from spmd_serve.liveness.head import HELLO_BYTES, silence_s
-from spmd_serve.liveness.judge import Accusation, Weight
+from spmd_serve.liveness.judge import HEAD_KEY, Accusation, Weight
 from spmd_serve.liveness.loop import Conn, Loop, log
 from spmd_serve.liveness.records import Message, Verdict, WatchConfig
 from spmd_serve.liveness.serving import Serving
@@ -28,6 +28,7 @@ class NodeCourt(Protocol):
     @property
     def over(self) -> bool: ...
     def accuse(self, accusation: Accusation) -> None: ...
+    def withdraw(self, key: str) -> None: ...
     def joined(self) -> None: ...
     def pronounce(self, verdict: Verdict) -> None: ...
     def ask_for_stacks(self) -> None: ...
@@ -90,7 +91,7 @@ class Uplink:
     def _accuse(self, cause: str, age_s: float | None) -> None:
         ranks = self._config.ranks[0]
         rank = ranks[0] if len(ranks) == 1 else None
-        self._court.accuse(Accusation("node 0", Weight.HOST, cause, rank, self._config.hosts[0], 0, age_s))
+        self._court.accuse(Accusation(HEAD_KEY, Weight.HOST, cause, rank, self._config.hosts[0], 0, age_s))
 
     # Connecting.
 
@@ -140,6 +141,7 @@ class Uplink:
             return
         message = self._seal.open(line)
         self._heard = self._court.now
+        self._court.withdraw(HEAD_KEY)
         try:
             self._hear(message)
         except (KeyError, TypeError, ValueError) as problem:

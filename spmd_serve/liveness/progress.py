@@ -30,7 +30,7 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds after which each kind of trouble counts; see WatchConfig."""
+    """Seconds after which, or (a stop) within which, each kind of trouble counts; see WatchConfig."""
 
     rank_timeout: float
     step_timeout: float

@@ -9,7 +9,7 @@ from spmd_serve.liveness import view
 from spmd_serve.liveness.drain import Drain
 from spmd_serve.liveness.family import Family
 from spmd_serve.liveness.head import Head
-from spmd_serve.liveness.judge import Accusation, Jury, LivedClock, Weight
+from spmd_serve.liveness.judge import HEAD_KEY, Accusation, Jury, LivedClock, Weight
 from spmd_serve.liveness.loop import Loop, log
 from spmd_serve.liveness.members import Member, Members
 from spmd_serve.liveness.node import Uplink
@@ -114,8 +114,8 @@ class Watcher:
         """Somebody is gone or stuck: judged here if this is the head, and there otherwise."""
         if self.over:
             return
-        joined = self.uplink is not None and self.uplink.is_joined
-        if not self._jury.hear(accusation, self.now, _HIGHER_COURT_S if joined else 0.0):
+        judged_there = self.uplink is not None and self.uplink.is_joined and accusation.key != HEAD_KEY
+        if not self._jury.hear(accusation, self.now, _HIGHER_COURT_S if judged_there else 0.0):
             return
         if self.uplink is not None:
             self.uplink.tell({"t": "accuse", "accusation": accusation.to_json()})

@@ -48,7 +48,7 @@ class Plugin:
         self._engine = engine_client
         self._gate.engine_is_dead = lambda: engine_client is not None and bool(engine_client.errored)
         self._spec = ControlSpec.from_json(args.additional_config[ADDITIONAL_CONFIG_KEY])
-        self._news = News(self._gate, args.shutdown_timeout)
+        self._news = News(self._gate, self._spec.drain_s)
         await self._news.follow(self._spec.watcher)
         if LISTENING is not None:
             about_to_listen(LISTENING)

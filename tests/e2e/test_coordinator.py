@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.crowd import Crowd
 from tests.support.faults import freeze, kill_nine
 from tests.support.footprint import Footprint
 from tests.support.job import Job, torchrun_job
@@ -44,10 +45,18 @@ def test_a_killed_one_ends_the_job(tiny_qwen3: Path, tmp_path: Path, note: Note)
         ends_with_the_job(job, footprint, victim, "was killed by SIGKILL", note, "kill -9", 0.0)
 
 
-def test_it_leaves_with_the_job(tiny_qwen3: Path, tmp_path: Path) -> None:
-    with job_of_two_replicas(tiny_qwen3, tmp_path / "log") as job:
-        os.kill(job.endpoint.pid("rank 0"), signal.SIGTERM)
+@pytest.mark.parametrize("method", [None, pytest.param("spawn", marks=pytest.mark.by_hand)])
+def test_it_leaves_with_the_job(tiny_qwen3: Path, tmp_path: Path, method: str | None) -> None:
+    """Two API servers too, which vLLM would kill at once for --shutdown-timeout 0."""
+    environ = {"VLLM_WORKER_MULTIPROC_METHOD": method} if method else {}
+    flags = ("-dp=2", "--shutdown-timeout=0")
+    with torchrun_job(tiny_qwen3, tmp_path / "log", *flags, environ=environ) as job:
+        with Crowd(job.endpoint.url, streams=2, plain=0, tokens=900) as crowd:
+            crowd.wait_begun()
+            os.kill(job.endpoint.pid("rank 0"), signal.SIGTERM)
+            crowd.wait_ended()
         assert job.server.wait_exit(30.0) == 0, job.server.tail()
+    assert all(request.error is not None for request in crowd.requests)
     assert "the job has failed" not in job.server.text()
 
 

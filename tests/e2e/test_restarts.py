@@ -3,12 +3,14 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.agents import agents_job
 from tests.support.crowd import Crowd
+from tests.support.etcd import etcd_server, why_not
 from tests.support.faults import freeze, watcher_below
 from tests.support.job import Job, torchrun_job
 from tests.support.processes import wait_exit
@@ -118,6 +120,48 @@ def test_a_kill_while_the_model_loads(tiny_qwen3: Path, tmp_path: Path, note: No
         note(f"served {time.monotonic() - started:.1f} s after the second kill")
     finally:
         job.server.end()
+
+
+@pytest.fixture
+def etcd_address(tmp_path: Path) -> Iterator[str]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with etcd_server(tmp_path / "etcd") as (_, address):
+        yield address
+
+
+@pytest.mark.by_hand  # three starts of an engine for each
+@pytest.mark.parametrize("backend", ["c10d", "static", pytest.param("etcd-v2", marks=pytest.mark.etcd)])
+def test_two_agents_with_a_model(
+    tiny_qwen3: Path, tmp_path: Path, note: Note, backend: str, request: pytest.FixtureRequest
+) -> None:
+    meeting = request.getfixturevalue("etcd_address") if backend == "etcd-v2" else None
+    job = agents_job(
+        *(tiny_qwen3, tmp_path, "-tp=1", "-pp=2"),
+        nodes=2,
+        ranks=1,
+        backend=backend,
+        meeting=meeting,
+        max_restarts=2,
+    )
+    with job.running() as running:
+        (endpoint,) = running.endpoints
+        expected = endpoint.greedy(PROMPTS[:2], 16)
+
+        def serves_again() -> bool:
+            try:
+                return endpoint.greedy(PROMPTS[:2], 16) == expected
+            except Exception:
+                return False
+
+        for name in ("rank 1", "rank 0"):
+            pid, started = endpoint.pid(name), time.monotonic()
+            kill(pid)
+            wait_until(serves_again, SERVE_S, f"an answer after the death of {name}\n{running.text()}")
+            assert endpoint.pid(name) != pid
+            note(
+                f"{backend}, two agents: {name} killed: served again after {time.monotonic() - started:.1f} s"
+            )
 
 
 def answers(job: Job) -> bool:

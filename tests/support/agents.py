@@ -78,18 +78,23 @@ def agents_job(
     ports: Sequence[int] = (),
     small: Sequence[str] = SMALL_FLAGS,
     environ: Mapping[str, str] | None = None,
+    backend: str = "c10d",
+    meeting: str | None = None,
+    max_restarts: int = 0,
 ) -> AgentsJob:
     """The same torchrun line `nodes` times, `ranks` ranks each, meeting on the loopback.
 
-    ports: of the endpoints (default: free ones).
+    ports: of the endpoints (default: free ones).  backend, meeting: of the rendezvous, and host:port where it
+    is (default: a free port).
     """
     taken = list(ports) or [free_port() for _ in range(endpoints)]
-    meeting = Rendezvous(f"127.0.0.1:{free_port()}", nnodes=str(nodes))
+    meeting = meeting or f"127.0.0.1:{free_port()}"
     arguments = [str(model), f"--port={','.join(map(str, taken))}", "--host=127.0.0.1"]
     arguments += [f"--served-model-name={NAME}", *small, *flags]
-    command = torchrun_command(ranks, arguments, rendezvous=meeting)
-    servers = [
-        Server(command, log / f"agent{number}", environ=job_environ(**(environ or {})))
-        for number in range(nodes)
-    ]
+    servers = []
+    for number in range(nodes):
+        node_rank = number if backend == "static" else None
+        rendezvous = Rendezvous(meeting, backend, str(nodes), node_rank)
+        command = torchrun_command(ranks, arguments, rendezvous=rendezvous, max_restarts=max_restarts)
+        servers.append(Server(command, log / f"agent{number}", environ=job_environ(**(environ or {}))))
     return AgentsJob(servers, [Endpoint(f"http://127.0.0.1:{port}") for port in taken])
