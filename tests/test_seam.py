@@ -95,6 +95,18 @@ def test_engine_cores_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert utils.get_mp_context().get_start_method() == "fork"
 
 
+def test_a_coordinator_that_was_wrapped_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.coordinator import DPCoordinator, DPCoordinatorProc
+
+    from spmd_serve.engine import seam
+
+    for owner, name in ((DPCoordinator, "__init__"), (DPCoordinatorProc, "run_coordinator")):
+        monkeypatch.setattr(owner, name, vars(owner)[name])  # put back afterwards
+    seam.run_coordinators_by(print, ())
+    assert DPCoordinatorProc.run_coordinator is print
+    seam.check()
+
+
 def test_our_subclasses_override_what_exists() -> None:
     from spmd_serve.engine.executor import TorchrunExecutor
     from spmd_serve.engine.seam import MultiprocExecutor, WorkerProc

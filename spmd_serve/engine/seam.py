@@ -6,6 +6,7 @@ by vLLM: `check()` (run by a test, and at start) says clearly what moved. So do 
 `check_batch()` for the functions of vLLM's that `server/` and `batch/` call.
 """
 
+import functools
 import importlib
 import inspect
 import multiprocessing
@@ -179,6 +180,7 @@ def run_coordinators_by(main: Callable[..., None], blocked: Iterable[signal.Sign
     imported.
     """
 
+    @functools.wraps(_start_coordinator)
     def start(self: DPCoordinator, *args: Any, **kwargs: Any) -> None:
         resource_tracker.ensure_running()  # when it starts, it leaves SIGTERM unblocked
         before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)

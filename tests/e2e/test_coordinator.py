@@ -25,19 +25,15 @@ def job_of_two_replicas(model: Path, log: Path) -> Job:
     return torchrun_job(model, log, *flags)
 
 
-def test_one_that_stands_still_ends_the_job_and_one_told_to_end_goes_on(
-    tiny_qwen3: Path, tmp_path: Path, note: Note
-) -> None:
+@pytest.mark.by_hand  # one more start of two engines for each
+def test_one_that_stands_still_ends_the_job(tiny_qwen3: Path, tmp_path: Path, note: Note) -> None:
     with job_of_two_replicas(tiny_qwen3, tmp_path / "log") as job:
         footprint, victim = job.footprint(), job.endpoint.pid(NAME)
-        os.kill(victim, signal.SIGTERM)  # systemd's, to every process: rank 0 has not heard it here
-        assert job.endpoint.greedy_together(PROMPTS, 16)
-        assert job.endpoint.pid(NAME) == victim
         freeze(victim)
         ends_with_the_job(job, footprint, victim, "has been stopped", note, "SIGSTOP", RANK_TIMEOUT_S)
 
 
-@pytest.mark.by_hand  # one more start of two engines
+@pytest.mark.by_hand
 def test_a_killed_one_ends_the_job(tiny_qwen3: Path, tmp_path: Path, note: Note) -> None:
     with job_of_two_replicas(tiny_qwen3, tmp_path / "log") as job:
         footprint, victim = job.footprint(), job.endpoint.pid(NAME)
@@ -46,13 +42,17 @@ def test_a_killed_one_ends_the_job(tiny_qwen3: Path, tmp_path: Path, note: Note)
 
 
 @pytest.mark.parametrize("method", [None, pytest.param("spawn", marks=pytest.mark.by_hand)])
-def test_it_leaves_with_the_job(tiny_qwen3: Path, tmp_path: Path, method: str | None) -> None:
+def test_it_leaves_with_the_job_and_not_before(tiny_qwen3: Path, tmp_path: Path, method: str | None) -> None:
     """Two API servers too, which vLLM would kill at once for --shutdown-timeout 0."""
     environ = {"VLLM_WORKER_MULTIPROC_METHOD": method} if method else {}
     flags = ("-dp=2", "--shutdown-timeout=0")
     with torchrun_job(tiny_qwen3, tmp_path / "log", *flags, environ=environ) as job:
         with Crowd(job.endpoint.url, streams=2, plain=0, tokens=900) as crowd:
             crowd.wait_begun()
+            coordinator = job.endpoint.pid(NAME)
+            os.kill(coordinator, signal.SIGTERM)  # systemd's, to every process: rank 0 has not heard it here
+            assert job.endpoint.greedy_together(PROMPTS, 16)
+            assert job.endpoint.pid(NAME) == coordinator
             os.kill(job.endpoint.pid("rank 0"), signal.SIGTERM)
             crowd.wait_ended()
         assert job.server.wait_exit(30.0) == 0, job.server.tail()
