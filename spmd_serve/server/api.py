@@ -77,6 +77,15 @@ def serve_as_one_of_several(listen_address: str, sock: Any, args: argparse.Names
     """The main function of each of several API servers, in a spawned process of its own."""
     from vllm.v1.utils import run_api_server_worker_proc
 
+    link: WatcherLink | None = None
+
+    def leave(*_: object) -> None:
+        """Told to end while this one still loads, though another serves; later vLLM has its own handler."""
+        if link is not None:
+            link.leaving()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
     number_replicas(args)
     spec = ControlSpec.from_json(args.additional_config[ADDITIONAL_CONFIG_KEY])
     hello = {"kind": "api", "name": f"API server {config['client_index']}", "rank": None}
