@@ -13,7 +13,7 @@ from multiprocessing.context import ForkProcess
 from spmd_serve import log
 from spmd_serve.control import ControlSpec, leave_steps_to_the_watcher
 from spmd_serve.errors import ExitCode, SpmdError
-from spmd_serve.liveness import Verdict, WatcherLink
+from spmd_serve.liveness import WatcherLink, keep_answering
 from spmd_serve.process import die_with_parent, send_signal, wait_readable
 from spmd_serve.signals import forget_ending_signals
 from spmd_serve.spawned import be_main_of_spawned
@@ -170,10 +170,6 @@ def _run(
         link.leaving()
     sys.stdout.flush()
     sys.exit(code)
-
-
-def keep_answering(verdict: Verdict) -> None:
-    """Keep answering: clients get an error from the engine's end; the watcher's grace time ends us."""
 
 
 def prepare_environ() -> None:

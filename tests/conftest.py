@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import netns, processes, stock
+from tests.support.etcd import etcd_server, why_not
 from tests.support.models import make_lora, make_model
+from tests.support.server import Server
 from tests.support.waiting import Note
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -100,3 +102,11 @@ def can_simulate_hosts() -> None:
         if MUST_SIMULATE_HOSTS:
             pytest.fail(reason)
         pytest.skip(reason)
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[tuple[Server, str]]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with etcd_server(tmp_path / "etcd") as server:
+        yield server

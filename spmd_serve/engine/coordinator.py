@@ -12,7 +12,7 @@ from typing import Any
 
 from spmd_serve.control import ControlSpec
 from spmd_serve.engine import seam
-from spmd_serve.liveness import Verdict, WatcherLink
+from spmd_serve.liveness import WatcherLink, keep_answering
 from spmd_serve.process import die_with_parent
 from spmd_serve.signals import ENDING
 
@@ -30,13 +30,9 @@ def run(spec: ControlSpec, /, **given: Any) -> None:
     # SIGTERM is blocked in all threads. Who signals every process of a job (systemd, scancel) does not mean
     # this one: rank 0 decides when the engines that need it are done, and vLLM's comes from our parent.
     hello = {"kind": "coordinator", "name": NAME, "rank": None}
-    link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=_stay)
+    link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=keep_answering)
     threading.Thread(target=_leave_with_parents_leave, args=(link,), name="signals", daemon=True).start()
     seam.run_coordinator(**given)
-
-
-def _stay(verdict: Verdict) -> None:
-    """Who answers clients may still need it; the watcher's grace time ends it."""
 
 
 def _leave_with_parents_leave(link: WatcherLink) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from spmd_serve.liveness import words
-from spmd_serve.liveness.judge import Accusation, Weight, patience_s
+from spmd_serve.liveness.judge import Accusation, Weight, host_key, patience_s
 from spmd_serve.liveness.loop import Conn, Loop, log
 from spmd_serve.liveness.records import Message, WatchConfig, beat_s
 from spmd_serve.liveness.wire import BadLine, Seal, pack
@@ -130,7 +130,7 @@ class Head:
         ranks = self._config.ranks[number]
         rank = ranks[0] if len(ranks) == 1 else None
         host = self._config.hosts[number]
-        self._court.accuse(Accusation(f"node {number}", Weight.HOST, cause, rank, host, number, age_s))
+        self._court.accuse(Accusation(host_key(number), Weight.HOST, cause, rank, host, number, age_s))
 
     # Connections.
 
@@ -183,8 +183,9 @@ class Head:
             node.tell(news)
 
     def _hear(self, node: Node, message: Message) -> None:
+        assert node.number is not None
         node.heard = self._court.now
-        self._court.withdraw(f"node {node.number}")
+        self._court.withdraw(host_key(node.number))
         kind = message["t"]
         if kind == "beat":
             node.table = list(message["table"])

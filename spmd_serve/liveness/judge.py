@@ -25,8 +25,13 @@ class Weight(IntEnum):
     """Somebody noticed only that somebody else is gone."""
 
 
-HEAD_KEY = "node 0"
-"""What an accusation of the head's host is about; no higher court can be waited for then."""
+def host_key(number: int) -> str:
+    """What an accusation of a whole host is about."""
+    return f"node {number}"
+
+
+HEAD_KEY = host_key(0)
+"""The head's; no higher court can be waited for then."""
 
 SETTLE_S: Mapping[Weight, float] = {
     Weight.OWN: 0.3,

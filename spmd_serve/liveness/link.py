@@ -34,6 +34,10 @@ def end_process(verdict: Verdict) -> None:
     os._exit(1)
 
 
+def keep_answering(verdict: Verdict) -> None:
+    """The answer of who serves clients: they get an error from the engine's end; the grace time ends us."""
+
+
 class WatcherLink:
     """Made by `connect`. Any thread may call its methods, and signal handlers those that only send.
 

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from spmd_serve.control import ADDITIONAL_CONFIG_KEY, ControlSpec
-from spmd_serve.driver_child import keep_answering
-from spmd_serve.liveness import WatcherLink
+from spmd_serve.liveness import WatcherLink, keep_answering
 from spmd_serve.server.door import Door, about_to_listen
 
 LEAVE_S = 2

@@ -3,14 +3,14 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.agents import agents_job
 from tests.support.crowd import Crowd
-from tests.support.etcd import etcd_server, why_not
+from tests.support.endpoint import Endpoint
 from tests.support.faults import freeze, watcher_below
 from tests.support.job import Job, torchrun_job
 from tests.support.processes import wait_exit
@@ -38,8 +38,12 @@ def kill(pid: int) -> None:
 def serves(job: Job, expected: list[list[int]]) -> bool:
     """Whether it answers, and as before."""
     assert job.server.returncode is None, job.server.tail()
+    return answers_as_before(job.endpoint, expected)
+
+
+def answers_as_before(endpoint: Endpoint, expected: list[list[int]]) -> bool:
     try:
-        return job.endpoint.greedy(PROMPTS[:2], 16) == expected
+        return endpoint.greedy(PROMPTS[:2], 16) == expected
     except Exception:
         return False
 
@@ -122,20 +126,12 @@ def test_a_kill_while_the_model_loads(tiny_qwen3: Path, tmp_path: Path, note: No
         job.server.end()
 
 
-@pytest.fixture
-def etcd_address(tmp_path: Path) -> Iterator[str]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with etcd_server(tmp_path / "etcd") as (_, address):
-        yield address
-
-
 @pytest.mark.by_hand  # three starts of an engine for each
 @pytest.mark.parametrize("backend", ["c10d", "static", pytest.param("etcd-v2", marks=pytest.mark.etcd)])
 def test_two_agents_with_a_model(
     tiny_qwen3: Path, tmp_path: Path, note: Note, backend: str, request: pytest.FixtureRequest
 ) -> None:
-    meeting = request.getfixturevalue("etcd_address") if backend == "etcd-v2" else None
+    meeting = request.getfixturevalue("etcd")[1] if backend == "etcd-v2" else None
     job = agents_job(
         *(tiny_qwen3, tmp_path, "-tp=1", "-pp=2"),
         nodes=2,
@@ -147,17 +143,14 @@ def test_two_agents_with_a_model(
     with job.running() as running:
         (endpoint,) = running.endpoints
         expected = endpoint.greedy(PROMPTS[:2], 16)
-
-        def serves_again() -> bool:
-            try:
-                return endpoint.greedy(PROMPTS[:2], 16) == expected
-            except Exception:
-                return False
-
         for name in ("rank 1", "rank 0"):
             pid, started = endpoint.pid(name), time.monotonic()
             kill(pid)
-            wait_until(serves_again, SERVE_S, f"an answer after the death of {name}\n{running.text()}")
+            wait_until(
+                lambda: answers_as_before(endpoint, expected),
+                SERVE_S,
+                f"an answer after the death of {name}\n{running.text()}",
+            )
             assert endpoint.pid(name) != pid
             note(
                 f"{backend}, two agents: {name} killed: served again after {time.monotonic() - started:.1f} s"
