@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.crowd import Crowd
+from tests.support.crowd import ENDLESS, ROOM, Crowd
 from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import kill_nine
 from tests.support.job import Job, torchrun_job
@@ -29,7 +29,7 @@ ASK = {"model": NAME, "prompt": "a", "max_tokens": 1}
 @pytest.fixture(scope="module")
 def job(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     log = tmp_path_factory.mktemp("clients") / "log"
-    job = torchrun_job(tiny_qwen3, log, "-tp=2", "--max-num-seqs=32", max_restarts=1)
+    job = torchrun_job(tiny_qwen3, log, "-tp=2", "--max-num-seqs=32", ROOM, max_restarts=1)
     job.server.start()
     try:
         job.server.wait_ready()
@@ -65,7 +65,7 @@ def watched(endpoint: Endpoint) -> Iterator[dict[str, tuple[int, Any]]]:
 
 def test_a_killed_rank_is_told_to_everybody_at_once(job: Job, note: Note) -> None:
     victim = job.endpoint.pid("rank 1")
-    with Crowd(job.endpoint.url, streams=STREAMS, plain=PLAIN, tokens=900) as crowd:
+    with Crowd(job.endpoint.url, streams=STREAMS, plain=PLAIN, tokens=ENDLESS) as crowd:
         crowd.wait_begun()
         with watched(job.endpoint) as refused:
             killed = time.monotonic()
@@ -121,7 +121,7 @@ def test_the_topology_names_every_rank(job: Job) -> None:
 
 def test_a_signal_drains(job: Job, note: Note) -> None:
     """SIGTERM to torchrun's agent: nobody new is let in, who is inside gets the whole answer."""
-    with Crowd(job.endpoint.url, streams=6, plain=2, tokens=100) as crowd:
+    with Crowd(job.endpoint.url, streams=6, plain=2, tokens=200) as crowd:
         crowd.wait_begun()
         wait_until(lambda: job.endpoint.metric("vllm:num_requests_running") == 8, 30.0, "all to be inside")
         with watched(job.endpoint) as refused:
@@ -143,11 +143,11 @@ def test_a_signal_drains(job: Job, note: Note) -> None:
 
 @pytest.mark.by_hand  # one more start of a server, for a case that the pure tests and Ctrl-C cover in part
 def test_a_second_signal_ends_at_once(tiny_qwen3: Path, tmp_path: Path) -> None:
-    with torchrun_job(tiny_qwen3, tmp_path / "log", "-tp=2", "--max-num-seqs=32") as job:
+    with torchrun_job(tiny_qwen3, tmp_path / "log", "-tp=2", "--max-num-seqs=32", ROOM) as job:
         process = look(job.endpoint.pid("rank 0"))
         assert process is not None
         footprint = job.footprint()
-        with Crowd(job.endpoint.url, streams=STREAMS, plain=0, tokens=900) as crowd:
+        with Crowd(job.endpoint.url, streams=STREAMS, plain=0, tokens=ENDLESS) as crowd:
             crowd.wait_begun()
             process.signal(signal.SIGTERM)
             wait_until(lambda: job.endpoint.call("/ready")[0] == 503, 10.0, "the drain")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.crowd import Crowd
+from tests.support.crowd import ENDLESS, ROOM, Crowd
 from tests.support.faults import freeze, kill_nine
 from tests.support.footprint import Footprint
 from tests.support.job import Job, torchrun_job
@@ -45,9 +45,9 @@ def test_a_killed_one_ends_the_job(tiny_qwen3: Path, tmp_path: Path, note: Note)
 def test_it_leaves_with_the_job_and_not_before(tiny_qwen3: Path, tmp_path: Path, method: str | None) -> None:
     """Two API servers too, which vLLM would kill at once for --shutdown-timeout 0."""
     environ = {"VLLM_WORKER_MULTIPROC_METHOD": method} if method else {}
-    flags = ("-dp=2", "--shutdown-timeout=0")
+    flags = ("-dp=2", "--shutdown-timeout=0", ROOM)
     with torchrun_job(tiny_qwen3, tmp_path / "log", *flags, environ=environ) as job:
-        with Crowd(job.endpoint.url, streams=2, plain=0, tokens=900) as crowd:
+        with Crowd(job.endpoint.url, streams=2, plain=0, tokens=ENDLESS) as crowd:
             crowd.wait_begun()
             coordinator = job.endpoint.pid(NAME)
             os.kill(coordinator, signal.SIGTERM)  # systemd's, to every process: rank 0 has not heard it here
@@ -56,6 +56,7 @@ def test_it_leaves_with_the_job_and_not_before(tiny_qwen3: Path, tmp_path: Path,
             os.kill(job.endpoint.pid("rank 0"), signal.SIGTERM)
             crowd.wait_ended()
         assert job.server.wait_exit(30.0) == 0, job.server.tail()
+    assert [request.broken for request in crowd.requests] == [None, None]
     assert all(request.error is not None for request in crowd.requests)
     assert "the job has failed" not in job.server.text()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.crowd import Crowd
+from tests.support.crowd import ENDLESS, ROOM, Crowd
 from tests.support.endpoint import Endpoint
 from tests.support.faults import kill_nine, pid_of_rank
 from tests.support.footprint import cpu_seconds, ports_of
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def job(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     log = tmp_path_factory.mktemp("dp") / "log"
-    with torchrun_job(tiny_qwen3, log, "-dp=2", "--api-server-count=2") as job:
+    with torchrun_job(tiny_qwen3, log, "-dp=2", "--api-server-count=2", ROOM) as job:
         yield job
 
 
@@ -75,7 +75,7 @@ def test_two_api_servers_answer(job: Job, ours: Endpoint) -> None:
 def test_a_killed_api_server_ends_the_whole_job(job: Job, ours: Endpoint, note: Note) -> None:
     """The verdict names it, and the other one has time to tell its clients."""
     footprint, victim = job.footprint(), api_servers(job)[1]
-    with Crowd(ours.url, streams=8, plain=0, tokens=900) as crowd:
+    with Crowd(ours.url, streams=8, plain=0, tokens=ENDLESS) as crowd:
         crowd.wait_begun()
         kill_nine(victim)
         seconds = footprint.seconds_to_end()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.agents import agents_job
-from tests.support.crowd import Crowd
+from tests.support.crowd import ENDLESS, ROOM, Crowd
 from tests.support.endpoint import Endpoint
 from tests.support.faults import freeze, watcher_below
 from tests.support.job import Job, torchrun_job
@@ -25,8 +25,6 @@ GONE_S = 20.0
 SERVE_S = 150.0
 RANK_TIMEOUT_S = 4.0
 CLIENTS = 20
-TOKENS = 900
-"""Long enough that no answer is complete when the fault comes."""
 
 Fault = Callable[[int], object]
 
@@ -53,7 +51,7 @@ def comes_back(job: Job, name: str, fault: Fault, expected: list[list[int]], not
     pid = watcher_below(job.server.pid) if name == "watcher" else job.endpoint.pid(name)
     old, said = job.round_footprint(), len(job.server.text())
     stopped = fault is freeze
-    with Crowd(job.endpoint.url, streams=clients, plain=0, tokens=TOKENS) as crowd:
+    with Crowd(job.endpoint.url, streams=clients, plain=0, tokens=ENDLESS) as crowd:
         crowd.wait_begun()
         started, clock = time.monotonic(), time.time()
         fault(pid)
@@ -77,7 +75,7 @@ def comes_back(job: Job, name: str, fault: Fault, expected: list[list[int]], not
 
 
 def test_a_rank_killed_under_streams_and_a_stopped_one(tiny_qwen3: Path, tmp_path: Path, note: Note) -> None:
-    flags = (f"--rank-timeout={RANK_TIMEOUT_S:g}", f"--max-num-seqs={CLIENTS}")
+    flags = (f"--rank-timeout={RANK_TIMEOUT_S:g}", f"--max-num-seqs={CLIENTS}", ROOM)
     with torchrun_job(tiny_qwen3, tmp_path / "log", *flags, max_restarts=2) as job:
         expected = job.endpoint.greedy(PROMPTS[:2], 16)
         victim = job.endpoint.pid("rank 1")
@@ -91,7 +89,8 @@ def test_a_rank_killed_under_streams_and_a_stopped_one(tiny_qwen3: Path, tmp_pat
 @pytest.mark.by_hand  # six starts of an engine for each
 @pytest.mark.parametrize("clients", [0, CLIENTS])
 def test_five_kills_of_five_processes(tiny_qwen3: Path, tmp_path: Path, note: Note, clients: int) -> None:
-    with torchrun_job(tiny_qwen3, tmp_path / "log", f"--max-num-seqs={CLIENTS}", max_restarts=5) as job:
+    flags = (f"--max-num-seqs={CLIENTS}", ROOM)
+    with torchrun_job(tiny_qwen3, tmp_path / "log", *flags, max_restarts=5) as job:
         expected = job.endpoint.greedy(PROMPTS[:2], 16)
         for name in ("rank 1", "API server", "engine core", "watcher", "rank 0"):
             comes_back(job, name, kill, expected, note, clients)

@@ -13,6 +13,10 @@ from tests.support.endpoint import NAME
 from tests.support.waiting import wait_until
 
 REQUEST_LIMIT_S = 60.0
+ENDLESS = 30_000
+"""Tokens that take far longer than any test waits with its fault: no answer is complete when it comes."""
+ROOM = "--max-model-len=32768"
+"""The flag of a server that is asked for `ENDLESS` tokens."""
 
 
 @dataclass

@@ -48,7 +48,7 @@ class Size:
     experts: int = 8
     experts_per_token: int = 2
     expert_intermediate: int = 128
-    positions: int = 4096
+    positions: int = 32768
     vocabulary: int = 264  # 256 bytes, the special tokens, and a few ids that no text uses
 
 
