@@ -156,6 +156,21 @@ class TestProgress:
         assert seen(progress, 61.0, state="loading") is None
         assert seen(progress, 62.0, state="loading", stopped=True) is None
 
+    def test_a_driver_must_get_on_with_its_work(self) -> None:
+        progress = Progress()
+        assert seen(progress, 0.0, turned=0.0, works_since=7.0) is None
+        assert seen(progress, 299.0, turned=299.0, works_since=8.0) is None
+        assert seen(progress, 598.9, turned=598.9, works_since=8.0) is None
+        assert seen(progress, 599.0, turned=599.0, works_since=8.0) == ("stalled", 300.0)
+        assert seen(progress, 600.0, turned=600.0, works_since=9.0) is None
+
+    def test_a_driver_without_work_waits_as_long_as_it_takes(self) -> None:
+        progress = Progress()
+        seen(progress, 0.0, turned=0.0, works_since=7.0)
+        assert seen(progress, 200.0, turned=200.0) is None
+        assert seen(progress, 9000.0, turned=9000.0) is None
+        assert seen(progress, 9200.0, turned=9200.0, works_since=9.0) is None
+
     def test_the_plainest_trouble_comes_first(self) -> None:
         progress = Progress()
         seen(progress, 0.0, started=1, stopped=True)

@@ -124,6 +124,10 @@ class TestBoard:
         assert (reading.started, reading.done, reading.state) == (2, 1, "ready")
         assert before <= reading.turned_at <= reading.started_at <= reading.done_at <= time.monotonic()
         assert reading.last_sign == reading.done_at
+        slot.works()
+        assert before <= board.read(number).works_since <= time.monotonic()
+        slot.waits()
+        assert board.read(number) == reading
         slot.detach()
         slot.step_end()
         assert board.read(number) == reading
@@ -154,7 +158,7 @@ class TestBoard:
         return (time.perf_counter() - start) / 1000
 
     def test_the_null_slot_has_the_same_methods(self) -> None:
-        for name in ("step_begin", "step_end", "turn", "detach"):
+        for name in ("step_begin", "step_end", "works", "waits", "turn", "detach"):
             assert getattr(NullSlot(), name)() is None and hasattr(BoardSlot, name)
         NullSlot().state("ready")
 

@@ -205,6 +205,31 @@ def test_an_idle_loop_that_does_not_turn_is_hung_but_not_while_it_steps(job: Job
     assert verdict["at"] - at < 6.0
 
 
+def test_an_engine_core_that_does_not_get_on_with_its_work_is_hung(job: Job) -> None:
+    """Although it sends heartbeats; and no rank is in a step, which would explain it."""
+    host = job.host(0)
+    engine = host.child("engine", "engine core")
+    job.configure(rank_timeout=1.0, step_timeout=1.0)
+    engine.do("slot", "works", [])
+    engine.do("slot", "waits", [])
+    time.sleep(1.5)  # not a synchronisation: time in which waiting would count, if it did
+    engine.do("slot", "works", [])
+    at = time.monotonic()
+    verdict = host.ranks[0].expect("verdict")
+    assert verdict["at"] - at > 1.0
+    assert f"engine core (pid {engine.pid}, host a) hung: its loop has made no progress" in verdict["cause"]
+    assert "hread 0x" in engine.log.read_text()
+
+
+def test_a_rank_that_hangs_explains_an_engine_core_that_waits_for_it(job: Job) -> None:
+    host = job.host(0)
+    engine = host.child("engine", "engine core")
+    job.configure(rank_timeout=1.0, step_timeout=1.0)
+    engine.do("slot", "works", [])
+    host.ranks[0].do("slot", "step_begin", [])
+    assert "rank 0 " in engine.expect("verdict")["cause"]
+
+
 def test_the_watcher_killed_ends_its_members(job: Job) -> None:
     host = job.host(0, 1)
     job.configure(rank_timeout=1.0)

@@ -107,6 +107,54 @@ def test_a_coordinator_that_was_wrapped_still_fits(monkeypatch: pytest.MonkeyPat
     seam.check()
 
 
+def test_an_engine_cores_loop_can_be_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its first wait for a request to the next, with vLLM's own loop around it."""
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+
+    from spmd_serve.engine import seam
+
+    for name in ("_process_input_queue", "_handle_client_request"):
+        monkeypatch.setattr(EngineCoreProc, name, vars(EngineCoreProc)[name])  # put back afterwards
+    seen: list[str] = []
+    seam.follow_engine_loop(lambda: seen.append("works"), lambda: seen.append("waits"))
+    seam.check()
+
+    class Requests(queue.Queue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            seen.append("get")
+            return super().get(block, LOST_S)
+
+    class Core(EngineCoreProc):
+        """vLLM's, with a step and work of ours."""
+
+        def __init__(self) -> None:
+            self.input_queue = Requests()
+            self.aborts_queue = queue.Queue[list[str]]()
+            self._idle_state_callbacks: list[Any] = []
+            self.process_input_queue_block = True
+            self.shutdown_state = EngineShutdownState.RUNNING
+            self.publish_dp_lb_stats = False
+
+        def has_work(self) -> bool:
+            return "request" in seen
+
+        def _invoke_utility_method(self, *_: Any) -> None:
+            seen.append("request")
+
+        def _process_engine_step(self) -> bool:
+            seen.append("step")
+            raise SystemExit
+
+    core = Core()
+    core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
+    core.input_queue.put((EngineCoreRequestType.UTILITY, (0, 0, "list_loras", ())))
+    with pytest.raises(SystemExit):
+        core.run_busy_loop()
+    one, other = ["waits", "get", "works", "waits"], ["get", "works", "request", "waits", "works", "step"]
+    assert seen == one + other
+
+
 def test_our_subclasses_override_what_exists() -> None:
     from spmd_serve.engine.executor import TorchrunExecutor
     from spmd_serve.engine.seam import MultiprocExecutor, WorkerProc

@@ -21,6 +21,7 @@ from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQ
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.engine import async_llm, coordinator, utils
 from vllm.v1.engine.coordinator import DPCoordinator, DPCoordinatorProc
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.utils import APIServerProcessManager
@@ -37,6 +38,7 @@ __all__ = [
     "check_batch",
     "check_server",
     "count_engines_from",
+    "follow_engine_loop",
     "fork_engine_cores",
     "keep_notifications",
     "last_message_bytes",
@@ -86,6 +88,8 @@ _RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (MessageQueue, "wait_until_ready", ()),
     (MessageQueue, "shutdown", ()),
     (FutureWrapper, "result", ("timeout",)),
+    (EngineCoreProc, "_process_input_queue", ()),
+    (EngineCoreProc, "_handle_client_request", ("request_type", "request")),
     (DPCoordinator, "__init__", ("parallel_config",)),
     (DPCoordinatorProc, "run_coordinator", ()),
     (StatLoggerManager, "__init__", ("vllm_config", "engine_idxs")),
@@ -164,6 +168,31 @@ def fork_engine_cores() -> None:
     """
     for module in (utils, coordinator):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+_take_requests, _handle_request = EngineCoreProc._process_input_queue, EngineCoreProc._handle_client_request
+
+
+def follow_engine_loop(works: Callable[[], None], waits: Callable[[], None]) -> None:
+    """Have this process's engine core call `waits()` before its loop waits for requests, and `works()` after.
+
+    A turn of the loop takes requests, which waits while there is nothing to do, and then makes a step.
+    """
+
+    @functools.wraps(_take_requests)
+    def take(self: EngineCoreProc) -> None:
+        waits()
+        _take_requests(self)
+        works()
+
+    @functools.wraps(_handle_request)
+    def handle(self: EngineCoreProc, *request: Any) -> None:
+        works()
+        _handle_request(self, *request)
+        waits()
+
+    EngineCoreProc._process_input_queue = take
+    EngineCoreProc._handle_client_request = handle
 
 
 run_coordinator = DPCoordinatorProc.run_coordinator

@@ -20,6 +20,7 @@ _STARTED, _DONE, _STATE = 0, 1, 2
 _STARTED_AT, _DONE_AT, _TURNED_AT = 3, 4, 5
 _BUSY_S = 6
 _SENT, _HOST_BYTES, _NETWORK_BYTES, _SEND_S = 7, 8, 9, 10
+_WORKS_SINCE = 11
 _WORDS = SLOT_BYTES // 8
 
 
@@ -27,7 +28,8 @@ class SlotReading(NamedTuple):
     """One look at a slot; times are CLOCK_MONOTONIC seconds of this host, 0.0 for never.
 
     busy_s: seconds in finished steps.  sent, host_bytes, network_bytes, send_s: a driver's messages, their
-    bytes inside its host and over the network, and the seconds that sending them took.
+    bytes inside its host and over the network, and the seconds that sending them took.  works_since: when
+    this turn of a driver's loop began, 0.0 while it waits for requests.
     """
 
     started: int
@@ -41,6 +43,7 @@ class SlotReading(NamedTuple):
     host_bytes: int = 0
     network_bytes: int = 0
     send_s: float = 0.0
+    works_since: float = 0.0
 
     @property
     def last_sign(self) -> float:
@@ -90,6 +93,7 @@ class Board:
             self._integers[at + _HOST_BYTES],
             self._integers[at + _NETWORK_BYTES],
             self._floats[at + _SEND_S],
+            self._floats[at + _WORKS_SINCE],
         )
 
 
@@ -121,6 +125,14 @@ class BoardSlot:
         self._integers[_NETWORK_BYTES] += network_bytes
         self._floats[_SEND_S] += seconds
 
+    def works(self) -> None:
+        """A driver's loop has something to do; called again, it has got on with it."""
+        self._floats[_WORKS_SINCE] = time.monotonic()
+
+    def waits(self) -> None:
+        """A driver's loop has nothing to do until a request comes."""
+        self._floats[_WORKS_SINCE] = 0.0
+
     def turn(self) -> None:
         """The loop has turned: a message or a heartbeat has come."""
         self._floats[_TURNED_AT] = time.monotonic()
@@ -147,6 +159,12 @@ class NullSlot:
         """Nothing."""
 
     def sent(self, host_bytes: int, network_bytes: int, seconds: float) -> None:
+        """Nothing."""
+
+    def works(self) -> None:
+        """Nothing."""
+
+    def waits(self) -> None:
         """Nothing."""
 
     def turn(self) -> None:

@@ -18,7 +18,7 @@ class Weight(IntEnum):
     HOST = 3
     """A whole host is silent, or its watcher is gone."""
     IDLE_DRIVER = 4
-    """A driver that sends no heartbeats: all its ranks then idle too long as well."""
+    """A driver that sends no heartbeats (all its ranks then idle too long as well), or whose loop hangs."""
     IDLE = 5
     """A rank whose loop does not turn."""
     PEER = 6

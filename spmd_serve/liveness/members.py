@@ -262,7 +262,12 @@ class Members:
             return
         reading = self._board.read(member.slot)
         sighting = Sighting(
-            member.look.state in STOPPED, reading.started, reading.done, reading.turned_at, reading.state
+            member.look.state in STOPPED,
+            reading.started,
+            reading.done,
+            reading.turned_at,
+            reading.state,
+            reading.works_since,
         )
         member.progress.see(sighting, self._court.now)
         if self._court.over or member.excused:
@@ -280,6 +285,8 @@ class Members:
             self._accuse(member, trouble, Weight.OWN, words.stopped(who, for_s), for_s)
         elif trouble == "stuck":
             self._accuse(member, trouble, Weight.HUNG, words.stuck(who, step, for_s), for_s)
+        elif trouble == "stalled":
+            self._accuse(member, trouble, Weight.IDLE_DRIVER, words.stalled(who, for_s), for_s)
         else:
             driver = member.hello.kind != "rank"
             weight = Weight.IDLE_DRIVER if driver else Weight.IDLE

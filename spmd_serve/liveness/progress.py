@@ -1,15 +1,15 @@
-"""Is a member stopped, stuck in a step, or idle for too long? Pure; clocks are arguments."""
+"""Is a member stopped, stuck in a step, idle or busy for too long? Pure; clocks are arguments."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from spmd_serve.liveness.judge import Weight, patience_s
 
-Trouble = Literal["stopped", "stuck", "idle"]
+Trouble = Literal["stopped", "stuck", "idle", "stalled"]
 _SETTLED_TURNS = 2
 """After loading a driver may pause once more (Python's collector) before it beats evenly."""
 _LOOK_S = 0.5
-TROUBLES: tuple[Trouble, ...] = ("stopped", "stuck", "idle")
+TROUBLES: tuple[Trouble, ...] = ("stopped", "stuck", "idle", "stalled")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Sighting:
 
     stopped: the kernel says so (state T).  started, done: steps.  turned: its own time of the loop's last
     turn.
-    state: what it says that it does.
+    state: what it says that it does.  works_since: its own time at which its loop, a driver's, last got on
+    with its work; 0.0: it waits for some.
     """
 
     stopped: bool
@@ -26,6 +27,7 @@ class Sighting:
     done: int
     turned: float
     state: str
+    works_since: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Progress:
         self._stopped_since: float | None = None
         self._flight_since: float | None = None
         self._waits_since: float | None = None
+        self._works_since: float | None = None
         self._turns = 0
 
     def see(self, sighting: Sighting, now: float) -> None:
@@ -68,6 +71,10 @@ class Progress:
             self._flight_since = None
         elif self._flight_since is None or last is None or last.done != sighting.done:
             self._flight_since = now
+        if sighting.works_since == 0.0:
+            self._works_since = None
+        elif self._works_since is None or last is None or last.works_since != sighting.works_since:
+            self._works_since = now
         if sighting.state != "ready" or in_flight:
             # Starting, loading and stepping may take as long as they take.
             self._waits_since = None
@@ -90,4 +97,6 @@ class Progress:
         patience = limits.rank_timeout if self._turns >= _SETTLED_TURNS else limits.step_timeout
         if limits.expect_turns and self._waits_since is not None and now - self._waits_since >= patience:
             return "idle", now - self._waits_since
+        if self._works_since is not None and now - self._works_since >= limits.step_timeout:
+            return "stalled", now - self._works_since
         return None

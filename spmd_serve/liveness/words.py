@@ -79,6 +79,11 @@ def silent(who: str, for_s: float) -> str:
     return f"{who} hung: it has sent no heartbeat for {seconds(for_s)}"
 
 
+def stalled(who: str, for_s: float) -> str:
+    """A driver that has work and does not get on with it, while no rank is in a step for as long."""
+    return f"{who} hung: its loop has made no progress for {seconds(for_s)}, and no step has run as long"
+
+
 def host_silent(where: str, for_s: float) -> str:
     """A host from which nothing comes any more."""
     return (

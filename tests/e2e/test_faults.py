@@ -11,7 +11,8 @@ from threading import Thread
 
 import pytest
 
-from tests.support.endpoint import Endpoint
+from tests.support.endpoint import NAME, Endpoint
+from tests.support.faults import STUCK_TOKENS
 from tests.support.footprint import Footprint
 from tests.support.job import hosts_job, torchrun_job
 from tests.support.netns import Hosts
@@ -20,6 +21,7 @@ from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
+STUCK = "--scheduler-cls=tests.support.stuck_scheduler.StuckScheduler"
 SLOW = "--worker-extension-cls=tests.support.slow_rank.SlowRank"
 RANK_TIMEOUT_S, STEP_TIMEOUT_S, LATE_S = 2.0, 12.0, 10.0
 
@@ -53,6 +55,29 @@ def test_a_slow_rank_lives_and_a_hung_one_writes_every_ranks_stack(
     asked = re.search(r"^spmd_serve watcher: asking (.*) for stacks$", text, re.MULTILINE)
     assert asked is not None and "rank 0" in asked[1] and "rank 1" in asked[1]
     assert "in be_slow" in text and text.count("most recent call first") >= 2
+
+
+@pytest.mark.by_hand  # one more start of an engine
+def test_an_engine_core_that_hangs_between_steps_is_named(
+    tiny_qwen3: Path, tmp_path: Path, note: Note
+) -> None:
+    """As by a deadlock: its other threads send heartbeats, and no rank is in a step."""
+    with torchrun_job(tiny_qwen3, tmp_path / "log", STUCK, "--step-timeout=6") as job:
+        assert job.endpoint.greedy(PROMPTS[:1], 4)
+        footprint, started = job.footprint(), time.monotonic()
+        body = {"model": NAME, "prompt": "a", "max_tokens": STUCK_TOKENS}
+        status, answer = job.endpoint.call("/v1/completions", body)
+        told = time.monotonic() - started
+        gone = told + footprint.seconds_to_end(LATE_S)
+        note(
+            f"an engine core hangs, --step-timeout 6: its client knew after {told:.2f} s, "
+            f"all gone after {gone:.2f} s"
+        )
+        assert status in (500, 503) and answer["error"]["code"] == status
+        assert told > 6.0
+        assert job.server.wait_exit(5.0) not in (0, -signal.SIGKILL)
+    assert re.search(r"engine core \(pid \d+, host \S+\) hung: its loop has made no progress", job.summary())
+    assert "in schedule" in job.server.text()
 
 
 @pytest.mark.by_hand  # one more start of an engine

@@ -9,6 +9,9 @@ from pathlib import Path
 from tests.support.processes import Process, descendants, look, wait_exit
 from tests.support.waiting import wait_until
 
+STUCK_TOKENS = 777
+"""A request for so many tokens hangs an engine core with `tests.support.stuck_scheduler`."""
+
 
 def kill_nine(pid: int, deadline_s: float = 5.0) -> None:
     """SIGKILL, and waits until the kernel has ended it."""
