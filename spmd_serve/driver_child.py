@@ -13,7 +13,7 @@ from multiprocessing.context import ForkProcess
 from spmd_serve import log
 from spmd_serve.control import ControlSpec, leave_steps_to_the_watcher
 from spmd_serve.errors import ExitCode, SpmdError
-from spmd_serve.liveness import WatcherLink, keep_answering
+from spmd_serve.liveness import End, WatcherLink, keep_answering
 from spmd_serve.process import die_with_parent, send_signal, wait_readable
 from spmd_serve.signals import forget_ending_signals
 from spmd_serve.spawned import be_main_of_spawned
@@ -150,7 +150,7 @@ def _run(
         code = ExitCode.OK if early_end is None else early_end.exit_code
         if early_end is not None:
             log.say(f"spmd_serve: {early_end}")
-        link.announce_end(part=part[0], of=part[1], code=code)
+        link.announce_end(End(*part, code, early=True))
         os._exit(code)
 
     code = 0

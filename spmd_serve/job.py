@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 from spmd_serve import cores, log, network
 from spmd_serve.errors import ExitCode, PeerLost, SpmdError, is_of_a_peer, missing_package
 from spmd_serve.flags import Flags, host_name
-from spmd_serve.liveness import Verdict, WatchConfig, WatcherLink, start_watcher, watcher_address
+from spmd_serve.liveness import End, Verdict, WatchConfig, WatcherLink, start_watcher, watcher_address
 from spmd_serve.liveness.scratch import use_scratch
 from spmd_serve.process import die_with_parent, die_with_parent_in_children
 from spmd_serve.report import report
@@ -258,15 +258,15 @@ class Job:
     def _end_early(self) -> None:
         if self.end_code is None:
             self.end_code = ExitCode.OK if self.early_end is None else self.early_end.exit_code
-        self.link.announce_end(code=self.end_code)
+        self.link.announce_end(End(code=self.end_code, early=True))
         self._leave()
 
-    def _end(self, code: int) -> None:
-        self.end_code = code
+    def _end(self, end: End) -> None:
+        self.end_code = end.code
         self._ended.set()
-        if not self.serving:
+        if end.early or not self.serving:
             self._leave()
-        timer = threading.Timer(END_S, os._exit, (self.exit_code(code),))
+        timer = threading.Timer(END_S, os._exit, (self.exit_code(end.code),))
         timer.daemon = True
         timer.start()
 
@@ -308,7 +308,7 @@ class Job:
         part, of = self.part
         if of > 1:
             self.link.request_drain(f"the endpoint of {self.membership.me} has ended")
-        self.link.announce_end(part=part, of=of, code=code)
+        self.link.announce_end(End(part, of, code))
         self._linger()
 
     def _linger(self) -> None:

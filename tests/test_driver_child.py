@@ -1,6 +1,7 @@
 """Rank 0's child starts with a clean environment."""
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
@@ -11,7 +12,7 @@ import pytest
 from spmd_serve import driver_child
 from spmd_serve.driver_child import LOADING_TIMEOUT_S, PLUGIN, prepare_environ
 from spmd_serve.errors import Stopped
-from spmd_serve.liveness import WatcherLink
+from spmd_serve.liveness import End, WatcherLink
 from spmd_serve.topology import Layout
 
 
@@ -100,7 +101,8 @@ def test_sigterm_right_after_the_start_is_an_orderly_end(
     early_end: Stopped | None, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Even when it comes before the child's first line; a child is asked to drain as soon as it is there."""
-    monkeypatch.setattr(WatcherLink, "connect", lambda *args, **kwargs: mock.Mock())
+    link = mock.Mock(announce_end=lambda end: print(end == End(code=code, early=True), file=sys.stderr))
+    monkeypatch.setattr(WatcherLink, "connect", lambda *args, **kwargs: link)
     spec = mock.Mock(
         watcher="@none", join_timeout_s=1.0, step_timeout_s=300.0, layout=Layout(dp=1, pp=1, tp=1)
     )
@@ -111,4 +113,4 @@ def test_sigterm_right_after_the_start_is_an_orderly_end(
     finally:
         child.process.kill()
         child.process.join()
-    assert capfd.readouterr().err == ("spmd_serve: not done\n" if code else "")
+    assert capfd.readouterr().err == ("spmd_serve: not done\n" if code else "") + "True\n"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from spmd_serve.liveness import End
 from spmd_serve.liveness.wire import LineBuffer, Seal, unpack
 from tests.support.faults import frozen
 from tests.support.liveness import PATIENCE_S, Actor, Host, Job
@@ -224,32 +225,33 @@ def test_a_drain_that_was_asked_for_before_the_hosts_met_is_not_lost(job: Job) -
         assert actor.expect("drain")["reason"] == "SIGTERM early"
 
 
-def assert_ended(job: Job, head: Host, other: Host, code: int) -> None:
+def assert_ended(job: Job, head: Host, other: Host, end: End) -> None:
     """All hear of the normal end, and what to end with; then nobody's death is a failure."""
     for actor in [*head.ranks, *other.ranks]:
-        assert actor.expect("end")["code"] == code
+        heard = actor.expect("end")
+        assert (heard["code"], heard["early"]) == (end.code, end.early)
     for actor in [*other.ranks, *head.ranks]:
         actor.kill()
     job.all_gone(2.0)
     assert "failed" not in head.log + other.log
 
 
-@pytest.mark.parametrize("last_by_head", [True, False])
-def test_the_end_comes_with_the_last_of_several_parts(job: Job, last_by_head: bool) -> None:
+@pytest.mark.parametrize(("last_by_head", "all_early"), [(True, True), (False, True), (False, False)])
+def test_the_end_comes_with_the_last_of_several_parts(job: Job, last_by_head: bool, all_early: bool) -> None:
     head, other = two_hosts(job)
     first, last = (other, head) if last_by_head else (head, other)
-    assert first.ranks[0].link("announce_end", 0.5, part=0, of=2, code=4) is False
-    assert first.ranks[0].link("announce_end", 0.5, part=0, of=2) is False  # the same one again
+    assert first.ranks[0].announce_end(End(0, 2, 4, early=True), 0.5) is False
+    assert first.ranks[0].announce_end(End(0, 2), 0.5) is False  # the same one again
     assert not any(actor.saw("end") for actor in [*head.ranks, *other.ranks])
-    assert last.ranks[1].link("announce_end", 10.0, part=1, of=2) is True
-    assert_ended(job, head, other, 4)
+    assert last.ranks[1].announce_end(End(1, 2, early=all_early)) is True
+    assert_ended(job, head, other, End(0, 1, 4, early=all_early))
 
 
 @pytest.mark.parametrize("by_head", [True, False])
 def test_normal_end(job: Job, by_head: bool) -> None:
     head, other = two_hosts(job)
-    assert (head if by_head else other).ranks[0].link("announce_end", 10.0, code=3) is True
-    assert_ended(job, head, other, 3)
+    assert (head if by_head else other).ranks[0].announce_end(End(code=3)) is True
+    assert_ended(job, head, other, End(code=3))
 
 
 def test_ranks_that_leave_without_announcing_are_no_failure(job: Job) -> None:

@@ -4,11 +4,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from spmd_serve.liveness import fetch_view
+from spmd_serve.liveness import End, fetch_view
 from tests.support.faults import frozen
 from tests.support.liveness import PATIENCE_S, Job
 from tests.support.processes import assert_gone, look
@@ -289,7 +290,7 @@ def test_who_stays_after_the_normal_end_is_killed(job: Job) -> None:
     host = job.host(0, 1)
     job.configure()
     with frozen(host.ranks[1].pid):
-        assert host.ranks[0].link("announce_end") is True
+        assert host.ranks[0].announce_end() is True
         assert host.ranks[1].process.wait(PATIENCE_S) == -signal.SIGKILL
     said = f"rank 1 (pid {host.ranks[1].pid}, host a) has not ended by itself: SIGKILL"
     assert said in host.ranks[0].log.read_text() and not host.ranks[0].saw("verdict")
@@ -347,18 +348,20 @@ def test_an_end_that_follows_a_death_is_a_failure(job: Job) -> None:
         "the death to be seen",
     )
     host.ranks[1].link("request_drain", "SIGTERM")
-    host.ranks[0].send("link_call", "announce_end", [], {})
+    host.ranks[0].send("announce_end", asdict(End()), 2.0)
     for rank in host.ranks[:2]:
         assert "rank 2" in rank.expect("verdict")["cause"]
         assert not rank.saw("end") and not rank.saw("drain")
 
 
-def test_normal_end(job: Job) -> None:
+@pytest.mark.parametrize("early", [True, False])
+def test_normal_end(job: Job, early: bool) -> None:
     host = job.host(0, 1)
     job.configure()
-    assert host.ranks[0].link("announce_end", code=3) is True
+    assert host.ranks[0].announce_end(End(code=3, early=early)) is True
     for actor in host.ranks:
-        assert actor.expect("end")["code"] == 3
+        end = actor.expect("end")
+        assert (end["code"], end["early"]) == (3, early)
     host.ranks[1].kill()
     host.ranks[1].process.wait(5)
     view = host.ranks[0].link("view", 5.0)

@@ -5,12 +5,13 @@ Stdlib only, so that a watcher is forked before anything heavy is imported.
 
 from spmd_serve.liveness.board import BoardSlot, NullSlot
 from spmd_serve.liveness.link import WatcherLink, keep_answering
-from spmd_serve.liveness.records import Verdict, WatchConfig
+from spmd_serve.liveness.records import End, Verdict, WatchConfig
 from spmd_serve.liveness.start import spawn_watcher, start_watcher, watcher_address
 from spmd_serve.liveness.view import fetch_view
 
 __all__ = [
     "BoardSlot",
+    "End",
     "NullSlot",
     "Verdict",
     "WatchConfig",

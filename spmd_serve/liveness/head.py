@@ -11,7 +11,7 @@ from typing import Protocol
 from spmd_serve.liveness import words
 from spmd_serve.liveness.judge import Accusation, Weight, host_key, patience_s
 from spmd_serve.liveness.loop import Conn, Loop, log
-from spmd_serve.liveness.records import Message, WatchConfig, beat_s
+from spmd_serve.liveness.records import End, Message, WatchConfig, beat_s
 from spmd_serve.liveness.wire import BadLine, Seal, pack
 
 HELLO_BYTES = 4096
@@ -37,7 +37,7 @@ class HeadCourt(Protocol):
     def withdraw(self, key: str) -> None: ...
     def request_drain(self, reason: str) -> None: ...
     def serves(self, message: Message) -> None: ...
-    def end(self, then: Callable[[], None], part: int, of: int, code: int) -> None: ...
+    def end(self, then: Callable[[], None], end: End) -> None: ...
     def news(self) -> list[Message]: ...
 
 
@@ -200,7 +200,7 @@ class Head:
         elif kind == "drained":
             node.drained = True
         elif kind == "end":
-            self._court.end(lambda: None, int(message["part"]), int(message["of"]), int(message["code"]))
+            self._court.end(lambda: None, End.from_json(message))
         elif kind == "end-known":
             node.knows_end = True
             self._check_end()

@@ -16,7 +16,7 @@ from typing import Any
 from spmd_serve.errors import PeerLost, SpmdError
 from spmd_serve.liveness.board import BoardSlot
 from spmd_serve.liveness.judge import LivedClock
-from spmd_serve.liveness.records import STACKS_SIGNAL, Hello, Message, Verdict, WatchConfig
+from spmd_serve.liveness.records import STACKS_SIGNAL, End, Hello, Message, Verdict, WatchConfig
 from spmd_serve.liveness.seat import Seat, take_seat
 from spmd_serve.liveness.wire import BadLine, pack, unpack
 from spmd_serve.log import say
@@ -53,7 +53,7 @@ class WatcherLink:
         seat: Seat,
         on_verdict: Callable[[Verdict], None],
         on_drain: Callable[[str], None] | None,
-        on_end: Callable[[int], None] | None,
+        on_end: Callable[[End], None] | None,
     ) -> None:
         self.slot = seat.slot
         self.watcher_pid = seat.watcher_pid
@@ -83,15 +83,15 @@ class WatcherLink:
         deadline_s: float,
         on_verdict: Callable[[Verdict], None] = end_process,
         on_drain: Callable[[str], None] | None = None,
-        on_end: Callable[[int], None] | None = None,
+        on_end: Callable[[End], None] | None = None,
         stacks: bool = True,
     ) -> "WatcherLink":
         """Become a member; tries for `deadline_s` seconds, then raises PeerLost.
 
         hello: kind (one of KINDS), name ("rank 3"), rank (int or None).  on_verdict: called once,
         from the link's thread, with the job's first cause; a process that is still there `grace_s` later is
-        killed. on_drain(reason): called once, on ranks only.  on_end(code): called when somebody has
-        announced the job's normal end, with what ranks end with.  stacks: let SIGUSR2 write the stacks of
+        killed. on_drain(reason): called once, on ranks only.  on_end(end): called when the job's
+        normal end has been announced, for all its parts.  stacks: let SIGUSR2 write the stacks of
         all threads to stderr.
         """
         Hello.of(hello)
@@ -150,14 +150,13 @@ class WatcherLink:
         """By local rank 0 after the rendezvous: who belongs to the job, and its limits. Raises SpmdError."""
         self._ask({"t": "configure", "config": config.to_json()}, _REQUEST_S)
 
-    def announce_end(self, timeout_s: float = 2.0, *, part: int = 0, of: int = 1, code: int = 0) -> bool:
-        """Part `part` of the job's `of` parts ends normally; once all have, deaths are no failures any more.
+    def announce_end(self, end: End, timeout_s: float = 2.0) -> bool:
+        """A part of the job ends normally; once all have, deaths are no failures any more.
 
-        `code`: what all ranks end with. Returns when that is so and all hosts know (True), or after
-        `timeout_s` seconds (False).
+        Returns when that is so and all hosts know (True), or after `timeout_s` seconds (False).
         """
         try:
-            self._ask({"t": "end", "part": part, "of": of, "code": code}, timeout_s)
+            self._ask({"t": "end", **end.to_json()}, timeout_s)
         except SpmdError:
             return False
         return True
@@ -252,7 +251,7 @@ class WatcherLink:
         elif kind == "end" and not self.has_ended:
             self.has_ended = True
             if self._on_end is not None:
-                self._call(self._on_end, int(message["code"]))
+                self._call(self._on_end, End.from_json(message))
 
     def _call(self, callback: Callable[..., None], *args: object) -> None:
         try:

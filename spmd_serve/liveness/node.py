@@ -12,7 +12,7 @@ from spmd_serve.liveness.drain import Drain
 from spmd_serve.liveness.head import HELLO_BYTES, silence_s
 from spmd_serve.liveness.judge import HEAD_KEY, Accusation, Weight
 from spmd_serve.liveness.loop import Conn, Loop, log
-from spmd_serve.liveness.records import Message, Verdict, WatchConfig
+from spmd_serve.liveness.records import End, Message, Verdict, WatchConfig
 from spmd_serve.liveness.serving import Serving
 from spmd_serve.liveness.wire import BadLine, Seal, unpack
 
@@ -37,7 +37,7 @@ class NodeCourt(Protocol):
     def serving(self) -> Serving: ...
     @property
     def drain(self) -> Drain: ...
-    def ended(self, code: int) -> None: ...
+    def ended(self, end: End) -> None: ...
 
 
 class Uplink:
@@ -180,7 +180,7 @@ class Uplink:
             self._court.drain.all_drained()
         elif kind in ("end", "bye"):
             self.tell({"t": "end-known"})
-            self._court.ended(int(message.get("code", 0)))
+            self._court.ended(End.from_json(message) if kind == "end" else End())
 
     def _closed(self, reason: str) -> None:
         self._conn = None

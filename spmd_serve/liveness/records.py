@@ -91,6 +91,29 @@ class WatchConfig:
 
 
 @dataclass(frozen=True)
+class End:
+    """Part `part` of the job's `of` parts has ended normally.
+
+    code: what all ranks are to end with; of several parts the highest counts.  early: it has never served, so
+    that its driver sends its ranks no stop message, for which they would wait.
+    """
+
+    part: int = 0
+    of: int = 1
+    code: int = 0
+    early: bool = False
+
+    def to_json(self) -> Message:
+        """A plain dictionary."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> "End":
+        """Inverse of `to_json`; more keys are ignored."""
+        return cls(int(plain["part"]), int(plain["of"]), int(plain["code"]), bool(plain["early"]))
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The first cause of this job's end.
 

@@ -15,7 +15,7 @@ from spmd_serve.liveness.members import Member, Members
 from spmd_serve.liveness.node import Uplink
 from spmd_serve.liveness.probe import Probe
 from spmd_serve.liveness.progress import Limits
-from spmd_serve.liveness.records import Message, Verdict, WatchConfig, beat_s
+from spmd_serve.liveness.records import End, Message, Verdict, WatchConfig, beat_s
 from spmd_serve.liveness.serving import Serving
 from spmd_serve.torchrun_env import job_folder
 
@@ -47,7 +47,7 @@ class Watcher:
         self.restarts = restarts
         self.verdict: Verdict | None = None
         self.has_ended = False
-        self._end_code = 0
+        self._end = End()
         self.drain = Drain(self)
         self.followers = self.drain.followers
         self.serving = Serving(job_folder(os.environ))
@@ -58,7 +58,7 @@ class Watcher:
         self._jury = Jury()
         self._grace_s = grace_s
         self._kill_at: float | None = None
-        self._parts_ended: set[int] = set()
+        self._ends: list[End] = []
         self._at_end: list[Callable[[], None]] = []
         self._after_end: list[Callable[[], None]] = []
         self._alone_since: float | None = None
@@ -180,8 +180,7 @@ class Watcher:
         elif kind == "drain":
             self.request_drain(str(message["reason"]))
         elif kind == "end":
-            part, of, code = (int(message[name]) for name in ("part", "of", "code"))
-            self.end(lambda: member.tell(reply), part, of, code)
+            self.end(lambda: member.tell(reply), End.from_json(message))
         elif kind == "serving":
             self.serves(message)
         elif kind == "probe":
@@ -248,10 +247,10 @@ class Watcher:
     def _outcome(self) -> list[Message]:
         if self.verdict is not None:
             return [{"t": "verdict", "verdict": self.verdict.to_json()}]
-        return [self._end()] if self.has_ended else []
+        return [self._end_news()] if self.has_ended else []
 
-    def _end(self) -> Message:
-        return {"t": "end", "code": self._end_code}
+    def _end_news(self) -> Message:
+        return {"t": "end", **self._end.to_json()}
 
     def joined(self) -> None:
         """The head can be reached: tell it what has happened so far."""
@@ -278,11 +277,8 @@ class Watcher:
         if not self._jury.has_death:
             self.drain.request(reason)
 
-    def end(self, then: Callable[[], None], part: int, of: int, code: int) -> None:
-        """Part `part` of `of` has ended normally; `then` is called when all have, and all hosts know.
-
-        `code` is what ranks are to end with; of several parts the highest counts.
-        """
+    def end(self, then: Callable[[], None], end: End) -> None:
+        """A part of the job has ended normally; `then` is called when all have, and all hosts know."""
         first = self._jury.first() if self._jury.has_death else None
         if first is not None:
             # Ranks of other hosts must not end with code 0: their agents would take no part in a restart.
@@ -291,28 +287,29 @@ class Watcher:
         if self.uplink is not None and self.uplink.is_joined:
             # The head answers with the same message once all parts have ended.
             self._after_end.append(then)
-            self.uplink.tell({"t": "end", "part": part, "of": of, "code": code})
+            self.uplink.tell({"t": "end", **end.to_json()})
             return
-        self._parts_ended.add(part)
-        self._end_code = max(self._end_code, code)
+        self._ends.append(end)
         self._at_end.append(then)
-        if len(self._parts_ended) < of:
+        parts = {one.part for one in self._ends}
+        if len(parts) < end.of:
             return
-        self.ended(self._end_code)
+        early = {one.part for one in self._ends if one.early} == parts
+        self.ended(End(code=max(one.code for one in self._ends), early=early))
         waiting, self._at_end = self._at_end, []
         for then in waiting:
             if self.head is not None:
-                self.head.end(self._end(), then)
+                self.head.end(self._end_news(), then)
             else:
                 then()
 
-    def ended(self, code: int) -> None:
-        """From now on deaths are no failures; ranks end with `code`."""
+    def ended(self, end: End) -> None:
+        """From now on deaths are no failures; ranks end as `end` says."""
         if not self.over:
-            self.has_ended, self._end_code = True, code
+            self.has_ended, self._end = True, end
             self._kill_at = self.now + _END_S
-            self.followers.tell(self._end())
-            self.members.tell(self._end())
+            self.followers.tell(self._end_news())
+            self.members.tell(self._end_news())
         waiting, self._after_end = self._after_end, []
         for then in waiting:
             then()

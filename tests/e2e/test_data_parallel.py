@@ -91,19 +91,25 @@ def test_a_killed_api_server_ends_the_whole_job(job: Job, ours: Endpoint, note: 
     footprint.assert_gone(1.0)
 
 
-def test_sigterm_while_engines_load_is_a_normal_end(tiny_qwen3: Path, tmp_path: Path, note: Note) -> None:
+@pytest.mark.parametrize("shards", ["not loaded", pytest.param("loaded", marks=pytest.mark.by_hand)])
+def test_sigterm_while_engines_load_is_a_normal_end(
+    tiny_qwen3: Path, tmp_path: Path, note: Note, shards: str
+) -> None:
     job = torchrun_job(tiny_qwen3, tmp_path / "log", "-dp=2")
     job.server.start()
     try:
 
         def loading() -> bool:
+            if shards == "loaded":
+                return "KV cache memory: rank" in job.server.text()
             return sum("EngineCore" in process.command for process in descendants(job.server.pid)) == 2
 
         wait_until(loading, 90.0, f"two engine cores\n{job.server.tail()}")
         started = time.monotonic()
         os.kill(pid_of_rank(job.server.pid, 0), signal.SIGTERM)
         code = job.server.wait_exit(30.0)
-        note(f"SIGTERM while two engine cores load: ended after {time.monotonic() - started:.1f} s")
+        seconds = time.monotonic() - started
+        note(f"SIGTERM while two engine cores load, shards {shards}: ended after {seconds:.1f} s")
     finally:
         job.server.end()
     assert code == 0, job.server.tail()

@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from spmd_serve.liveness import WatchConfig
+from spmd_serve.liveness import End, WatchConfig
 from tests.support.processes import Process, assert_gone, look
 from tests.support.waiting import wait_until
 
@@ -86,6 +87,11 @@ class Actor:
     def link(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of its WatcherLink."""
         return self.do("link_call", method, args, kwargs)
+
+    def announce_end(self, end: End | None = None, timeout_s: float = PATIENCE_S) -> bool:
+        """Whether all hosts know in time of the job's end, this part being the last."""
+        known: bool = self.do("announce_end", asdict(end or End()), timeout_s)
+        return known
 
     def expect(self, event: str, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         """Wait for a callback of its link: "verdict", "drain" or "end"."""

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from spmd_serve.liveness import Verdict, WatchConfig, WatcherLink, start_watcher
+from spmd_serve.liveness import End, Verdict, WatchConfig, WatcherLink, start_watcher
 from spmd_serve.liveness.link import end_process
 from spmd_serve.process import die_with_parent_in_children
 
@@ -40,8 +40,8 @@ class Commands:
         def on_drain(reason: str) -> None:
             say({"event": "drain", "at": time.monotonic(), "reason": reason})
 
-        def on_end(code: int) -> None:
-            say({"event": "end", "at": time.monotonic(), "code": code})
+        def on_end(end: End) -> None:
+            say({"event": "end", "at": time.monotonic(), "code": end.code, "early": end.early})
 
         self.link = WatcherLink.connect(
             address, hello, deadline_s, end_process if default_verdict else on_verdict, on_drain, on_end
@@ -50,6 +50,9 @@ class Commands:
 
     def link_call(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return getattr(self.link, name)(*args, **kwargs)
+
+    def announce_end(self, end: dict[str, Any], timeout_s: float) -> bool:
+        return self.link.announce_end(End(**end), timeout_s)
 
     def configure(self, config: dict[str, Any]) -> None:
         self.link.configure(WatchConfig.from_json(config))
