@@ -14,7 +14,7 @@ import pytest
 
 from spmd_serve.server.gate import Gate, Visit
 from spmd_serve.server.news import News
-from tests.support.faults import state
+from tests.support.faults import frozen, state
 from tests.support.liveness import Host, Job
 
 PATIENCE_S = 15.0
@@ -181,6 +181,32 @@ def test_the_verdict_cuts_what_is_inside(job: Job) -> None:
             await until(lambda: inside.told, "the verdict")
             assert news.verdict is not None and news.verdict.rank == 1 and news.verdict.detect_s is not None
             assert gate.refusal is not None and "/health" in gate.refusal
+            # The door for newcomers is shut: the next round's watcher is to have the address.
+            view = await news.view()
+            assert view["verdict"]["rank"] == 1
+            assert [row["state"] for row in view["members"]] == ["starting", "gone"]
+
+    run(body())
+
+
+def test_a_watcher_that_does_not_answer_is_an_error_in_time(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spmd_serve.server.news.VIEW_TIMEOUT_S", 0.3)
+    host = job.host(0, 1)
+    job.configure(rank_timeout=60.0)
+
+    async def body() -> None:
+        async with followed(host, 60.0) as (_gate, _inside, news):
+            first, second = await asyncio.gather(news.view(), news.view())
+            assert first["members"] == second["members"] and len(first["members"]) == 2
+            with frozen(host.watcher_pid), pytest.raises(TimeoutError, match=r"^no answer within 0\.3 s$"):
+                await news.view()
+            await until(lambda: state(host.watcher_pid) in "RS", "the watcher to go on")
+            os.kill(host.watcher_pid, signal.SIGKILL)
+            with pytest.raises(OSError, match="it is gone"):
+                while True:
+                    await news.view()
 
     run(body())
 

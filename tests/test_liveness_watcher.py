@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from spmd_serve.liveness import End, fetch_view
+from spmd_serve.liveness import End
 from tests.support.faults import frozen
 from tests.support.liveness import PATIENCE_S, Job
 from tests.support.processes import assert_gone, look
+from tests.support.view import fetch_view
 from tests.support.waiting import wait_until
 
 

@@ -7,7 +7,6 @@ from spmd_serve.liveness.board import BoardSlot, NullSlot
 from spmd_serve.liveness.link import WatcherLink, keep_answering
 from spmd_serve.liveness.records import End, Verdict, WatchConfig
 from spmd_serve.liveness.start import spawn_watcher, start_watcher, watcher_address
-from spmd_serve.liveness.view import fetch_view
 
 __all__ = [
     "BoardSlot",
@@ -16,7 +15,6 @@ __all__ = [
     "Verdict",
     "WatchConfig",
     "WatcherLink",
-    "fetch_view",
     "keep_answering",
     "spawn_watcher",
     "start_watcher",

@@ -185,13 +185,13 @@ class Members:
             try:
                 if guest:
                     self._hear(guest[0], message)
+                elif message["t"] == "view":
+                    conn.send(pack({"t": "reply", "id": message.get("id"), "view": self._court.view()}))
                 elif follower:
                     self._court.followers.hear(follower[0], message)
                 elif message["t"] == "follow":
                     drain_s = float(message["drain_s"])
                     follower.append(self._court.followers.add(conn, drain_s, self._court.news()))
-                elif message["t"] == "view":
-                    conn.send(pack({"t": "reply", "id": message.get("id"), "view": self._court.view()}))
                 else:
                     guest.extend(self._admit(conn, pid, message))
             except (KeyError, TypeError, ValueError) as problem:

@@ -1,12 +1,10 @@
 """The picture of the whole job that a watcher gives to whoever asks: for probes, pages and people."""
 
-import socket
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spmd_serve.liveness.records import Message
-from spmd_serve.liveness.wire import BadLine, LineBuffer, pack, unpack
 
 if TYPE_CHECKING:
     from spmd_serve.liveness.watcher import Watcher
@@ -59,35 +57,6 @@ def _row(row: Message, node: int, host: str, silent_s: float) -> Message:
         name: round(row[name] + silent_s, 3) for name in ("age_s", "in_flight_s") if row.get(name) is not None
     }
     return {"node": node, "host": host, **row, **aged}
-
-
-def fetch_view(address: str, timeout_s: float) -> dict[str, Any]:
-    """Ask the watcher at `address` for its view without being a member.
-
-    Raises OSError: ConnectionRefusedError without such a watcher, TimeoutError after `timeout_s` seconds.
-    """
-    deadline = time.monotonic() + timeout_s
-    lines = LineBuffer()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
-        sock.settimeout(timeout_s)
-        sock.connect(socket_name(address))
-        sock.sendall(pack({"t": "view"}))
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"the watcher has not answered within {timeout_s:g} s")
-            sock.settimeout(left)
-            data = sock.recv(65536)
-            if not data:
-                raise ConnectionResetError("the watcher has closed the connection")
-            try:
-                lines.feed(data)
-                for line in lines.take():
-                    view = unpack(line)["view"]
-                    if isinstance(view, dict):
-                        return view
-            except (BadLine, KeyError) as problem:
-                raise ConnectionResetError(f"no answer of a watcher: {problem}") from problem
 
 
 def socket_name(address: str) -> str:

@@ -14,7 +14,6 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.responses import Response
 
 from spmd_serve.control import ADDITIONAL_CONFIG_KEY, ControlSpec
-from spmd_serve.liveness import fetch_view
 from spmd_serve.liveness.metrics import render
 from spmd_serve.server.door import about_to_listen
 from spmd_serve.server.gate import RETRY_AFTER_S, Gate, GateKeeper
@@ -23,7 +22,6 @@ from spmd_serve.server.news import News
 LISTENING: socket.socket | None = None
 """The door's socket in a single API server, which starts to listen right after our state is made."""
 
-VIEW_TIMEOUT_S = 2.0
 VERDICT_S = 1.0
 """How long to wait for the cause of an engine's death: the watcher looks 0.3 s for the first one."""
 
@@ -66,20 +64,15 @@ class Plugin:
     async def topology(self) -> JSONResponse:
         """Every process of the job as its watcher sees it, and for ranks where they are in the layout."""
         try:
-            view = await run_in_threadpool(fetch_view, self._spec.watcher, VIEW_TIMEOUT_S)
-            return JSONResponse(placed(view, self._spec))
+            return JSONResponse(placed(await self._news.view(), self._spec))
         except OSError as gone:
             return unavailable({"error": f"the watcher of this host does not answer: {gone}"})
 
-    def metrics(self) -> Response:
+    async def metrics(self) -> Response:
         """vLLM's metrics, then ours, which come from the watcher, whichever API server is asked."""
-        registry = REGISTRY
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # there are several API servers
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        text = generate_latest(registry)
+        text = await run_in_threadpool(own_metrics)
         with suppress(OSError):  # then only vLLM's
-            text += render(fetch_view(self._spec.watcher, VIEW_TIMEOUT_S)).encode()
+            text += render(await self._news.view()).encode()
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _failure(self) -> JSONResponse | None:
@@ -91,6 +84,15 @@ class Plugin:
             cause = {"rank": None, "host": None, "cause": "the engine core has failed"}
             return unavailable({"status": "failed", **cause})
         return None
+
+
+def own_metrics() -> bytes:
+    """vLLM's, of all API servers."""
+    registry = REGISTRY
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # there are several
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    return generate_latest(registry)
 
 
 def placed(view: dict[str, Any], spec: ControlSpec) -> dict[str, Any]:

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 STREAMS, PLAIN = 20, 5
 TOLD_WITHIN_S = 5.0
 AGAIN_WITHIN_S = 180.0
+PAGES = ("/health", "/ready", "/topology")
 ASK = {"model": NAME, "prompt": "a", "max_tokens": 1}
 
 
@@ -40,18 +41,18 @@ def job(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @contextmanager
 def watched(endpoint: Endpoint) -> Iterator[dict[str, tuple[int, Any]]]:
-    """Asks all the time inside the block; each route's first answer that is no 200."""
+    """Asks all the time inside the block; each route's first answer that is no 200, or names a verdict."""
     refused: dict[str, tuple[int, Any]] = {}
     over = threading.Event()
 
     def look() -> None:
         while not over.wait(0.02):
-            for path, body in (("/health", None), ("/ready", None), ("/v1/completions", ASK)):
+            for path, body in (*((path, None) for path in PAGES), ("/v1/completions", ASK)):
                 try:
                     status, answer = endpoint.call(path, body)
                 except OSError:
                     continue  # not there for the moment
-                if status != 200:
+                if status != 200 or (path == "/topology" and answer["verdict"] is not None):
                     refused.setdefault(path, (status, answer))
 
     thread = threading.Thread(target=look, name="watched")
@@ -71,9 +72,7 @@ def test_a_killed_rank_is_told_to_everybody_at_once(job: Job, note: Note) -> Non
             killed = time.monotonic()
             kill_nine(victim)
             crowd.wait_ended()
-            wait_until(
-                lambda: refused.keys() >= {"/health", "/ready", "/v1/completions"}, 10.0, "the refusals"
-            )
+            wait_until(lambda: refused.keys() >= {*PAGES, "/v1/completions"}, 10.0, "the refusals")
     seconds = max(request.ended_at or 0.0 for request in crowd.requests) - killed
     note(f"kill -9 of rank 1: the last of {len(crowd.requests)} clients knew after {seconds:.2f} s")
     assert seconds < TOLD_WITHIN_S
@@ -88,6 +87,9 @@ def test_a_killed_rank_is_told_to_everybody_at_once(job: Job, note: Note) -> Non
             continue  # torchrun's signal on the other ranks may come before the verdict
         assert (status, body["status"], body["rank"]) == (503, "failed", 1)
         assert "was killed by SIGKILL" in body["cause"] and body["host"]
+    status, view = refused["/topology"]
+    assert (status, view["verdict"]["rank"]) == (200, 1)
+    assert {row["name"]: row["state"] for row in view["members"]}["rank 1"] == "gone"
     status, body = refused["/v1/completions"]
     assert status in (500, 503) and body["error"]["code"] == status
 

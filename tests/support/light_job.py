@@ -21,13 +21,13 @@ from spmd_serve.elastic import AUTO
 from spmd_serve.errors import SpmdError
 from spmd_serve.flags import parse_early
 from spmd_serve.job import LAST_WORDS_S, Job
-from spmd_serve.liveness import fetch_view
 from spmd_serve.probe_port import open_probes
 from spmd_serve.report import report
 from spmd_serve.serve import control_spec, open_door, plan_endpoints
 from spmd_serve.server.door import about_to_listen
 from spmd_serve.start_table import start_table
 from spmd_serve.topology import Layout
+from tests.support.view import fetch_view
 
 if TYPE_CHECKING:
     from spmd_serve.server.door import Door
