@@ -52,7 +52,7 @@ class Flags:
         10.0, "seconds within which a stopped rank or a silent host is known to be lost", type=float
     )
     step_timeout: float = _flag(
-        300.0, "seconds without progress after which a step in flight counts as hung", type=float
+        300.0, "seconds without progress after which a step or a busy engine core counts as hung", type=float
     )
     lb: str = _flag(
         "internal",

@@ -258,7 +258,7 @@ class Job:
     def _end_early(self) -> None:
         if self.end_code is None:
             self.end_code = ExitCode.OK if self.early_end is None else self.early_end.exit_code
-        self.link.announce_end(End(code=self.end_code, early=True))
+        self.link.announce_end(End(code=self.end_code, early=not self.serving))
         self._leave()
 
     def _end(self, end: End) -> None:

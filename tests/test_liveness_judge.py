@@ -160,9 +160,9 @@ class TestProgress:
         progress = Progress()
         assert seen(progress, 0.0, turned=0.0, works_since=7.0) is None
         assert seen(progress, 299.0, turned=299.0, works_since=8.0) is None
-        assert seen(progress, 598.9, turned=598.9, works_since=8.0) is None
-        assert seen(progress, 599.0, turned=599.0, works_since=8.0) == ("stalled", 300.0)
-        assert seen(progress, 600.0, turned=600.0, works_since=9.0) is None
+        assert seen(progress, 603.9, turned=603.9, works_since=8.0) is None  # a rank's turn, if it is one
+        assert seen(progress, 604.0, turned=604.0, works_since=8.0) == ("stalled", 305.0)
+        assert seen(progress, 605.0, turned=605.0, works_since=9.0) is None
 
     def test_a_driver_without_work_waits_as_long_as_it_takes(self) -> None:
         progress = Progress()
@@ -170,6 +170,14 @@ class TestProgress:
         assert seen(progress, 200.0, turned=200.0) is None
         assert seen(progress, 9000.0, turned=9000.0) is None
         assert seen(progress, 9200.0, turned=9200.0, works_since=9.0) is None
+
+    def test_a_driver_whose_ranks_load_waits_as_long_as_it_takes(self) -> None:
+        progress = Progress()
+        assert seen(progress, 0.0, state="starting", works_since=7.0) is None
+        assert seen(progress, 9000.0, state="starting", works_since=7.0) is None
+        assert seen(progress, 9001.0, works_since=7.0) is None
+        assert seen(progress, 9305.0, turned=9305.0, works_since=7.0) is None
+        assert seen(progress, 9306.0, turned=9306.0, works_since=7.0) == ("stalled", 305.0)
 
     def test_the_plainest_trouble_comes_first(self) -> None:
         progress = Progress()

@@ -128,6 +128,14 @@ class TestBoard:
         assert before <= board.read(number).works_since <= time.monotonic()
         slot.waits()
         assert board.read(number) == reading
+        for works in (False, True):  # a driver waits for a reply, in a step or between them
+            assert slot.awaits(0) is works
+            assert (board.read(number).awaits, board.read(number).works_since >= before) == (0, True)
+            slot.replied(works)
+            assert (board.read(number).awaits, board.read(number).works_since > 0.0) == (None, works)
+            slot.works()
+        slot.waits()
+        assert board.read(number) == reading
         slot.detach()
         slot.step_end()
         assert board.read(number) == reading
@@ -161,6 +169,8 @@ class TestBoard:
         for name in ("step_begin", "step_end", "works", "waits", "turn", "detach"):
             assert getattr(NullSlot(), name)() is None and hasattr(BoardSlot, name)
         NullSlot().state("ready")
+        assert NullSlot().awaits(1) is False
+        NullSlot().replied(True)
 
 
 def test_importing_liveness_imports_nothing_heavy() -> None:

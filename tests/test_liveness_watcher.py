@@ -16,6 +16,9 @@ from tests.support.processes import assert_gone, look
 from tests.support.view import fetch_view
 from tests.support.waiting import wait_until
 
+DRIVER_S = 5.0
+"""Longer than an engine core's loop stands still until the verdict with --step-timeout 0.5, seconds."""
+
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
@@ -211,25 +214,43 @@ def test_an_engine_core_that_does_not_get_on_with_its_work_is_hung(job: Job) -> 
     """Although it sends heartbeats; and no rank is in a step, which would explain it."""
     host = job.host(0)
     engine = host.child("engine", "engine core")
-    job.configure(rank_timeout=1.0, step_timeout=1.0)
+    job.configure(rank_timeout=1.0, step_timeout=0.5)
+    engine.do("slot", "state", ["ready"])
     engine.do("slot", "works", [])
     engine.do("slot", "waits", [])
-    time.sleep(1.5)  # not a synchronisation: time in which waiting would count, if it did
-    engine.do("slot", "works", [])
     at = time.monotonic()
+    time.sleep(DRIVER_S)  # not a synchronisation: time in which waiting would count, if it did
+    assert host.ranks[0].link("view", 5.0)["verdict"] is None
+    engine.do("slot", "works", [])
     verdict = host.ranks[0].expect("verdict")
-    assert verdict["at"] - at > 1.0
+    assert verdict["at"] - at > DRIVER_S + 4.0
     assert f"engine core (pid {engine.pid}, host a) hung: its loop has made no progress" in verdict["cause"]
     assert "hread 0x" in engine.log.read_text()
 
 
-def test_a_rank_that_hangs_explains_an_engine_core_that_waits_for_it(job: Job) -> None:
-    host = job.host(0)
+def test_a_reply_that_never_comes_is_blamed_on_its_rank(job: Job) -> None:
+    host = job.host(0, 1)
     engine = host.child("engine", "engine core")
-    job.configure(rank_timeout=1.0, step_timeout=1.0)
-    engine.do("slot", "works", [])
-    host.ranks[0].do("slot", "step_begin", [])
-    assert "rank 0 " in engine.expect("verdict")["cause"]
+    job.configure(rank_timeout=1.0, step_timeout=0.5)
+    engine.do("slot", "state", ["ready"])
+    engine.do("slot", "awaits", [1])
+    verdict = host.ranks[0].expect("verdict")
+    assert verdict["cause"].startswith(
+        f"rank 1 (host a) hung: engine core (pid {engine.pid}, host a) has waited "
+    )
+    assert (verdict["rank"], verdict["host"]) == (1, "a")
+
+
+def test_a_rank_that_hangs_explains_an_engine_core_that_waits_for_it(job: Job) -> None:
+    """Also when that began to wait seconds before."""
+    host = job.host(0, 1)
+    engine = host.child("engine", "engine core")
+    job.configure(rank_timeout=1.0, step_timeout=0.5)
+    engine.do("slot", "state", ["ready"])
+    engine.do("slot", "awaits", [0])
+    time.sleep(1.5)  # the rank's delay
+    host.ranks[1].do("slot", "step_begin", [])
+    assert "rank 1 (" in engine.expect("verdict")["cause"]
 
 
 def test_the_watcher_killed_ends_its_members(job: Job) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +141,9 @@ def test_an_engine_cores_loop_can_be_followed(monkeypatch: pytest.MonkeyPatch) -
             return "request" in seen
 
         def _invoke_utility_method(self, *_: Any) -> None:
+            seen.append("call")
+
+        def add_request(self, *_: Any) -> None:
             seen.append("request")
 
         def _process_engine_step(self) -> bool:
@@ -149,10 +153,12 @@ def test_an_engine_cores_loop_can_be_followed(monkeypatch: pytest.MonkeyPatch) -
     core = Core()
     core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
     core.input_queue.put((EngineCoreRequestType.UTILITY, (0, 0, "list_loras", ())))
+    core.input_queue.put((EngineCoreRequestType.ADD, (SimpleNamespace(), 0)))
     with pytest.raises(SystemExit):
         core.run_busy_loop()
-    one, other = ["waits", "get", "works", "waits"], ["get", "works", "request", "waits", "works", "step"]
-    assert seen == one + other
+    wakeup, call = ["get", "works", "waits"], ["get", "call", "waits"]
+    request = ["get", "works", "request", "waits"]
+    assert seen == ["waits", *wakeup, *call, *request, "works", "step"]
 
 
 def test_our_subclasses_override_what_exists() -> None:

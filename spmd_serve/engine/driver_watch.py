@@ -1,10 +1,12 @@
 """The engine core's line to its host's watcher: its own errors go out, the job's verdict comes in."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from spmd_serve.control import ControlSpec
-from spmd_serve.liveness import Verdict, WatcherLink
+from spmd_serve.engine.seam import follow_engine_loop
+from spmd_serve.liveness import BoardSlot, Verdict, WatcherLink
 from spmd_serve.process import die_with_parent
 
 _ENGINE_CORE_LOGGER = "vllm.v1.engine.core"
@@ -31,6 +33,12 @@ class DriverWatch:
         link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=on_verdict)
         return cls(link, replica)
 
+    def follow(self, replies: Iterable[Any], ranks: Iterable[int]) -> list[Any]:
+        """From now on note what the engine core's loop does; the `replies` of `ranks`, for which it waits."""
+        slot = self.link.slot
+        follow_engine_loop(slot.works, slot.waits)
+        return [AwaitedReplies(source, rank, slot) for source, rank in zip(replies, ranks, strict=True)]
+
     def failed(self, cause: str) -> None:
         """Report this engine core's own fatal error."""
         self.link.failed(cause)
@@ -40,6 +48,22 @@ class DriverWatch:
         logging.getLogger(_ENGINE_CORE_LOGGER).removeHandler(self._handler)
         if normal:
             self.link.leaving()
+
+
+class AwaitedReplies:
+    """One rank's replies. That the driver waits for one is noted, and that it has come is progress."""
+
+    def __init__(self, source: Any, rank: int, slot: BoardSlot) -> None:
+        self._source, self._rank, self._slot = source, rank, slot
+        self.shutdown = source.shutdown
+
+    def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
+        """The next reply; raises what `source` does."""
+        works = self._slot.awaits(self._rank)
+        try:
+            return self._source.dequeue(timeout=timeout, indefinite=indefinite)
+        finally:
+            self._slot.replied(works)
 
 
 class _FatalLog(logging.Handler):

@@ -14,7 +14,7 @@ import vllm.envs as envs
 from spmd_serve.control import ADDITIONAL_CONFIG_KEY, ControlSpec
 from spmd_serve.engine.driver_channel import DriverChannel
 from spmd_serve.engine.driver_watch import DriverWatch
-from spmd_serve.engine.seam import MultiprocExecutor, follow_engine_loop
+from spmd_serve.engine.seam import MultiprocExecutor
 from spmd_serve.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class TorchrunExecutor(MultiprocExecutor):
         watch = DriverWatch.open(self._spec, self._replica, on_failure=self._fail)
         channel = DriverChannel(self._spec, self._replica, watch.link.slot)
         channel.open()
-        follow_engine_loop(watch.link.slot.works, watch.link.slot.waits)
+        channel.replies = watch.follow(channel.replies, self._spec.layout.replica_ranks(self._replica))
         return watch, channel
 
     def _fail(self, cause: str) -> None:

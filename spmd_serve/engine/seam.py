@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
 from vllm.utils.network_utils import get_open_zmq_ipc_path
-from vllm.v1.engine import async_llm, coordinator, utils
+from vllm.v1.engine import EngineCoreRequestType, async_llm, coordinator, utils
 from vllm.v1.engine.coordinator import DPCoordinator, DPCoordinatorProc
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
@@ -176,7 +176,8 @@ _take_requests, _handle_request = EngineCoreProc._process_input_queue, EngineCor
 def follow_engine_loop(works: Callable[[], None], waits: Callable[[], None]) -> None:
     """Have this process's engine core call `waits()` before its loop waits for requests, and `works()` after.
 
-    A turn of the loop takes requests, which waits while there is nothing to do, and then makes a step.
+    A turn of the loop takes requests, which waits while there is nothing to do, and then makes a step. Calls
+    of the engine's methods count as waiting: one may wait for other endpoints, for as long as these like.
     """
 
     @functools.wraps(_take_requests)
@@ -186,9 +187,10 @@ def follow_engine_loop(works: Callable[[], None], waits: Callable[[], None]) -> 
         works()
 
     @functools.wraps(_handle_request)
-    def handle(self: EngineCoreProc, *request: Any) -> None:
-        works()
-        _handle_request(self, *request)
+    def handle(self: EngineCoreProc, request_type: EngineCoreRequestType, request: Any) -> None:
+        if request_type != EngineCoreRequestType.UTILITY:
+            works()
+        _handle_request(self, request_type, request)
         waits()
 
     EngineCoreProc._process_input_queue = take

@@ -20,7 +20,7 @@ _STARTED, _DONE, _STATE = 0, 1, 2
 _STARTED_AT, _DONE_AT, _TURNED_AT = 3, 4, 5
 _BUSY_S = 6
 _SENT, _HOST_BYTES, _NETWORK_BYTES, _SEND_S = 7, 8, 9, 10
-_WORKS_SINCE = 11
+_WORKS_SINCE, _AWAITS = 11, 12
 _WORDS = SLOT_BYTES // 8
 
 
@@ -28,8 +28,8 @@ class SlotReading(NamedTuple):
     """One look at a slot; times are CLOCK_MONOTONIC seconds of this host, 0.0 for never.
 
     busy_s: seconds in finished steps.  sent, host_bytes, network_bytes, send_s: a driver's messages, their
-    bytes inside its host and over the network, and the seconds that sending them took.  works_since: when
-    this turn of a driver's loop began, 0.0 while it waits for requests.
+    bytes inside its host and over the network, and the seconds that sending them took.  works_since: when a
+    driver's loop last got on with its work, 0.0 while it has none.  awaits: the rank whose reply it needs.
     """
 
     started: int
@@ -44,6 +44,7 @@ class SlotReading(NamedTuple):
     network_bytes: int = 0
     send_s: float = 0.0
     works_since: float = 0.0
+    awaits: int | None = None
 
     @property
     def last_sign(self) -> float:
@@ -94,6 +95,7 @@ class Board:
             self._integers[at + _NETWORK_BYTES],
             self._floats[at + _SEND_S],
             self._floats[at + _WORKS_SINCE],
+            awaits - 1 if (awaits := self._integers[at + _AWAITS]) else None,
         )
 
 
@@ -133,6 +135,21 @@ class BoardSlot:
         """A driver's loop has nothing to do until a request comes."""
         self._floats[_WORKS_SINCE] = 0.0
 
+    def awaits(self, rank: int) -> bool:
+        """A driver waits for that rank's reply until `replied`, to which the answer is to be passed."""
+        works = self._floats[_WORKS_SINCE] != 0.0
+        self._integers[_AWAITS] = rank + 1
+        self.works()
+        return works
+
+    def replied(self, works: bool) -> None:
+        """The reply has come, or is waited for no more; `works`: the loop goes on with what it did."""
+        self._integers[_AWAITS] = 0
+        if works:
+            self.works()
+        else:
+            self.waits()
+
     def turn(self) -> None:
         """The loop has turned: a message or a heartbeat has come."""
         self._floats[_TURNED_AT] = time.monotonic()
@@ -165,6 +182,13 @@ class NullSlot:
         """Nothing."""
 
     def waits(self) -> None:
+        """Nothing."""
+
+    def awaits(self, rank: int) -> bool:
+        """Nothing."""
+        return False
+
+    def replied(self, works: bool) -> None:
         """Nothing."""
 
     def turn(self) -> None:

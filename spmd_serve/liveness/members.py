@@ -5,12 +5,11 @@ import os
 import signal
 import socket
 import struct
-import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from spmd_serve.liveness import words
-from spmd_serve.liveness.board import Board
+from spmd_serve.liveness import view, words
+from spmd_serve.liveness.board import Board, SlotReading
 from spmd_serve.liveness.followers import Follower, Followers
 from spmd_serve.liveness.judge import Accusation, Weight
 from spmd_serve.liveness.loop import Conn, Loop, log
@@ -21,9 +20,6 @@ from spmd_serve.liveness.stacks import ask_in_turn
 from spmd_serve.liveness.wire import BadLine, pack, unpack
 from spmd_serve.process import has_ended, open_pidfd, send_signal
 
-STOPPED = ("T", "t")
-"""States in /proc/PID/stat: stopped by a signal, or by a debugger."""
-
 
 class Court(Protocol):
     """What the watcher does with what its members say and show."""
@@ -32,6 +28,7 @@ class Court(Protocol):
     def now(self) -> float: ...
     @property
     def host(self) -> str: ...
+    def host_of(self, rank: int) -> str: ...
     @property
     def over(self) -> bool: ...
     @property
@@ -128,31 +125,8 @@ class Members:
 
     def table(self) -> list[Message]:
         """One row per member, for views and for the head's watcher."""
-        return [self._row(member) for member in self.all]
-
-    def _row(self, member: Member) -> Message:
-        reading = self._board.read(member.slot) if member.alive else None
-        now = time.monotonic()
-        state = "gone"
-        if reading is not None:
-            state = "stopped" if member.look is not None and member.look.state in STOPPED else reading.state
-        in_flight = reading is not None and reading.started > reading.done
-        return {
-            "kind": member.hello.kind,
-            "name": member.hello.name,
-            "rank": member.hello.rank,
-            "pid": member.pid,
-            "state": state,
-            "steps": reading.done if reading else None,
-            "in_flight_s": round(now - reading.started_at, 3) if reading and in_flight else None,
-            "age_s": round(now - reading.last_sign, 3) if reading and reading.last_sign else None,
-            "cpu_s": member.look.cpu_s if member.look else None,
-            "busy_s": round(reading.busy_s, 3) if reading else None,
-            "sent": reading.sent if reading else None,
-            "host_bytes": reading.host_bytes if reading else None,
-            "network_bytes": reading.network_bytes if reading else None,
-            "send_s": round(reading.send_s, 6) if reading else None,
-        }
+        boards = [self._board.read(member.slot) if member.alive else None for member in self.all]
+        return [view.row(member, reading) for member, reading in zip(self.all, boards, strict=True)]
 
     def troubles(self) -> list[Message]:
         """The ranks of this host that are gone, stopped, stuck or idle for too long."""
@@ -186,6 +160,8 @@ class Members:
                 if guest:
                     self._hear(guest[0], message)
                 elif message["t"] == "view":
+                    if conn.is_clogged:
+                        return  # behind what is not read there must be room for news
                     conn.send(pack({"t": "reply", "id": message.get("id"), "view": self._court.view()}))
                 elif follower:
                     self._court.followers.hear(follower[0], message)
@@ -262,7 +238,7 @@ class Members:
             return
         reading = self._board.read(member.slot)
         sighting = Sighting(
-            member.look.state in STOPPED,
+            member.look.stopped,
             reading.started,
             reading.done,
             reading.turned_at,
@@ -277,14 +253,18 @@ class Members:
             if trouble is None or name != trouble[0]:
                 self._court.withdraw(self._key(member, name))
         if trouble is not None:
-            self._accuse_trouble(member, *trouble, step=reading.done + 1)
+            self._accuse_trouble(member, *trouble, reading)
 
-    def _accuse_trouble(self, member: Member, trouble: Trouble, for_s: float, step: int) -> None:
-        who = self._who(member)
+    def _accuse_trouble(self, member: Member, trouble: Trouble, for_s: float, reading: SlotReading) -> None:
+        who, awaited = self._who(member), reading.awaits
         if trouble == "stopped":
             self._accuse(member, trouble, Weight.OWN, words.stopped(who, for_s), for_s)
         elif trouble == "stuck":
-            self._accuse(member, trouble, Weight.HUNG, words.stuck(who, step, for_s), for_s)
+            self._accuse(member, trouble, Weight.HUNG, words.stuck(who, reading.done + 1, for_s), for_s)
+        elif trouble == "stalled" and awaited is not None:
+            host = self._court.host_of(awaited)
+            cause = words.owes_reply(awaited, host, who, for_s)
+            self._accuse(member, trouble, Weight.IDLE_DRIVER, cause, for_s, (awaited, host))
         elif trouble == "stalled":
             self._accuse(member, trouble, Weight.IDLE_DRIVER, words.stalled(who, for_s), for_s)
         else:
@@ -318,13 +298,18 @@ class Members:
             self._look(other)
 
     def _accuse(
-        self, member: Member, what: str, weight: Weight, cause: str, age_s: float | None = None
+        self,
+        member: Member,
+        what: str,
+        weight: Weight,
+        cause: str,
+        age_s: float | None = None,
+        blamed: tuple[int, str] | None = None,
     ) -> None:
+        """`blamed`: the rank, and its host, that are to be named instead of the member."""
         order = KINDS.index(member.hello.kind)
-        host = self._court.host
-        self._court.accuse(
-            Accusation(self._key(member, what), weight, cause, member.hello.rank, host, order, age_s)
-        )
+        rank, host = blamed or (member.hello.rank, self._court.host)
+        self._court.accuse(Accusation(self._key(member, what), weight, cause, rank, host, order, age_s))
 
     def _key(self, member: Member, what: str) -> str:
         return f"{self._court.host} {member.pid} {what}"

@@ -19,6 +19,11 @@ class ProcStat(NamedTuple):
     started_ticks: int
     wait_status: int
 
+    @property
+    def stopped(self) -> bool:
+        """By a signal, or by a debugger."""
+        return self.state in ("T", "t")
+
 
 def parse_stat(text: bytes) -> ProcStat:
     """Parse a line of /proc/<pid>/stat; the command name in it may hold spaces and parentheses."""

@@ -9,6 +9,8 @@ Trouble = Literal["stopped", "stuck", "idle", "stalled"]
 _SETTLED_TURNS = 2
 """After loading a driver may pause once more (Python's collector) before it beats evenly."""
 _LOOK_S = 0.5
+_RANKS_FIRST_S = 5.0
+"""A rank that hangs in a step explains a driver that does not get on, so it is to be accused first."""
 TROUBLES: tuple[Trouble, ...] = ("stopped", "stuck", "idle", "stalled")
 
 
@@ -71,7 +73,7 @@ class Progress:
             self._flight_since = None
         elif self._flight_since is None or last is None or last.done != sighting.done:
             self._flight_since = now
-        if sighting.works_since == 0.0:
+        if sighting.works_since == 0.0 or sighting.state != "ready":
             self._works_since = None
         elif self._works_since is None or last is None or last.works_since != sighting.works_since:
             self._works_since = now
@@ -97,6 +99,7 @@ class Progress:
         patience = limits.rank_timeout if self._turns >= _SETTLED_TURNS else limits.step_timeout
         if limits.expect_turns and self._waits_since is not None and now - self._waits_since >= patience:
             return "idle", now - self._waits_since
-        if self._works_since is not None and now - self._works_since >= limits.step_timeout:
+        patience = limits.step_timeout + min(_RANKS_FIRST_S, limits.step_timeout)
+        if self._works_since is not None and now - self._works_since >= patience:
             return "stalled", now - self._works_since
         return None

@@ -50,7 +50,7 @@ class WatchConfig:
     head_address, head_port: where the head's watcher listens (what its `listen` returned).
     generation: this run's nonce.  key: shared secret that authenticates every line between watchers.
     rank_timeout: within this time a stop or a silence is known as a loss.
-    step_timeout: a step without progress that counts as hung.
+    step_timeout: a step, or a busy driver, without progress that counts as hung.
     join_timeout: how long the watchers of all hosts may take to find each other.
     grace_s: how long a member may take to end after the verdict, before SIGKILL.
     expect_turns: the driver sends heartbeats, so an idle rank's loop must turn within rank_timeout.

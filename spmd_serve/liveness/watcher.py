@@ -110,6 +110,11 @@ class Watcher:
         """Nothing is a failure any more."""
         return self.verdict is not None or self.has_ended
 
+    def host_of(self, rank: int) -> str:
+        """The host of a rank of the job."""
+        nodes = zip(self.config.hosts, self.config.ranks, strict=True) if self.config is not None else ()
+        return next((host for host, ranks in nodes if rank in ranks), self.host)
+
     def accuse(self, accusation: Accusation) -> None:
         """Somebody is gone or stuck: judged here if this is the head, and there otherwise."""
         if self.over:

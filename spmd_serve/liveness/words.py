@@ -84,6 +84,14 @@ def stalled(who: str, for_s: float) -> str:
     return f"{who} hung: its loop has made no progress for {seconds(for_s)}, and no step has run as long"
 
 
+def owes_reply(rank: int, host_name: str, driver: str, for_s: float) -> str:
+    """A rank without a step that has run for long, whose driver waits for its reply."""
+    return (
+        f"rank {rank} (host {host_name}) hung: {driver} has waited {seconds(for_s)} for its reply, "
+        "and no step has run as long"
+    )
+
+
 def host_silent(where: str, for_s: float) -> str:
     """A host from which nothing comes any more."""
     return (

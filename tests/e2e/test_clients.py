@@ -123,7 +123,7 @@ def test_the_topology_names_every_rank(job: Job) -> None:
 
 def test_a_signal_drains(job: Job, note: Note) -> None:
     """SIGTERM to torchrun's agent: nobody new is let in, who is inside gets the whole answer."""
-    with Crowd(job.endpoint.url, streams=6, plain=2, tokens=200) as crowd:
+    with Crowd(job.endpoint.url, streams=6, plain=2, tokens=400) as crowd:
         crowd.wait_begun()
         wait_until(lambda: job.endpoint.metric("vllm:num_requests_running") == 8, 30.0, "all to be inside")
         with watched(job.endpoint) as refused:

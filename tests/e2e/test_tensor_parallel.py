@@ -91,6 +91,11 @@ def at_rest(endpoint: Endpoint) -> bool:
     return endpoint.steps() == before
 
 
+def engine_core_works(endpoint: Endpoint) -> bool:
+    """Whether its loop is in the middle of something."""
+    return any(member["kind"] == "engine" and member["in_flight_s"] for member in endpoint.members())
+
+
 def without(value: Any, names: set[str]) -> Any:
     if isinstance(value, dict):
         return {key: without(item, names) for key, item in value.items() if key not in names}
@@ -378,10 +383,12 @@ class TestOtherRoutes:
         )
         next(iter(stream))
         assert ours.metric("vllm:num_requests_running") == 1
+        wait_until(lambda: engine_core_works(ours), 2.0, "the engine core's loop to be seen at work")
         stream.close()
         wait_until(lambda: ours.metric("vllm:num_requests_running") == 0, 10, "the request to end")
         assert ours.metric("vllm:kv_cache_usage_perc") == 0
         wait_until(lambda: at_rest(ours), 2.0, "all ranks to rest")  # none works on it any more
+        wait_until(lambda: not engine_core_works(ours), 2.0, "the engine core's loop to wait")
 
 
 # What follows ends the job's rounds, in this order.
