@@ -176,6 +176,7 @@ class Session:
         membership, layout = self._job.membership, self.layout
         apart = self.own_prompts and self.lockstep is None
         ranks = layout.replica_ranks(self.replica) if apart else range(layout.world_size)
+        self._root = ranks[0]
         name = f"meeting/{self.replica if apart else 'all'}"
         key = self._job.key()
         return open_lines(
@@ -279,17 +280,21 @@ class Session:
 
     def finish(self, wait_s: float | None) -> None:
         """Wait until nothing of it is left in this process. Raises OutOfStep after `wait_s` seconds."""
-        if not self.shard.join(wait_s) or not self._lines.await_end(wait_s, self._say):
-            first = self._job.membership.cluster.ranks[self.layout.first_rank(self.replica)]
+        # The lines first: their root waits for us to read its last word before it ends the shards.
+        late = None if self._lines.await_end(wait_s, self._say) else self._root
+        if late is None and not self.shard.join(wait_s):
+            late = self.layout.first_rank(self.replica)
+        if late is not None:
+            driver = self._job.membership.cluster.ranks[late]
             raise OutOfStep(
-                f"{self.me} has closed the LLM, but {first}, which drives it, has not within {wait_s:g} s"
+                f"{self.me} has closed the LLM, but {driver}, which drives it, has not within {wait_s:g} s"
             )
         self._job.finished(self)
         gc.collect()
 
     def end_with_script(self) -> None:
         """At the script's end: close it, and wait for the others' end, however long their scripts go on."""
-        self.close("has ended its script", None)
+        self.close("has ended its script", 0)
         self.finish(None)
 
 
