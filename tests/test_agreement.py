@@ -10,7 +10,7 @@ from typing import Any
 
 from spmd_serve.agreement import Fingerprint, agree, collect, differences
 from spmd_serve.errors import SpmdError
-from spmd_serve.rendezvous import connect_store
+from spmd_serve.rendezvous import connect_store, wait_keys
 from spmd_serve.topology import Cluster, RankInfo
 from tests.support.forked import Children, store_server
 
@@ -212,8 +212,14 @@ def test_all_ranks_hear_the_same_error() -> None:
 
 def test_a_rank_that_shows_nothing_is_named_on_all_others() -> None:
     with store_server() as (_, port), Children() as ranks:
-        # Rank 0, which counts the time, is forked last.
-        started = [ranks.start(rank_process(port, rank, {}, 2.0)) for rank in (3, 1, 0)]
+
+        def until_the_others_have() -> None:
+            store = connect_store("127.0.0.1", port, "nonce", 10.0)
+            wait_keys(store, {f"agree/{rank}": "it" for rank in (1, 3)}, time.monotonic() + 20.0, print)
+
+        started = [ranks.start(rank_process(port, rank, {}, 20.0)) for rank in (3, 1)]
+        ranks.start(until_the_others_have).result()
+        started.append(ranks.start(rank_process(port, 0, {}, 0.3)))  # it counts the time
         results = [child.result() for child in started]
         assert {result["kind"] for result in results} == {"PeerLost"}
         (text,) = {result["failed"] for result in results}

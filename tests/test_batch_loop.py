@@ -175,11 +175,14 @@ def test_a_signal_lets_what_is_in_flight_finish(
     place: Place, number: signal.Signals, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     place.put_many(100)
+    signalled = asyncio.Event()
 
     async def reply(line: BatchLine) -> dict[str, Any]:
         if line.number == 10:
             os.kill(os.getpid(), number)
-        await asyncio.sleep(0.02)
+            signalled.set()
+        await signalled.wait()
+        await asyncio.sleep(0.5)  # the run hears of it meanwhile
         return good_output(line)
 
     engine = Engine(reply)
@@ -227,11 +230,14 @@ def test_what_does_not_finish_in_time_is_dropped(
 
 def test_an_engine_that_goes_away_while_stopping_is_no_failure(place: Place) -> None:
     place.put_many(10)
+    signalled = asyncio.Event()
 
     async def reply(line: BatchLine) -> dict[str, Any]:
         if line.number == 10:
             os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0.02)
+            signalled.set()
+        await signalled.wait()
+        await asyncio.sleep(0.5)  # the run hears of it meanwhile
         raise PeerLost("the engine is gone")
 
     assert place.run(Engine(reply)) == ExitCode.STOPPED

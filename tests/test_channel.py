@@ -24,6 +24,8 @@ from tests.support.forked import Child, Children, store_server
 from tests.support.waiting import wait_until
 
 Make = Callable[..., Rig]
+LATE_S = 15.0
+"""What happens at once happens sooner, on a starved machine too; what happens at a deadline does not."""
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +198,7 @@ def test_frames_posted_ahead_take_messages_while_ranks_are_busy(make: Make, chil
         return got
 
     ranks = start(children, rig, rank)
-    assert drive(children, rig, driver).result() < 2.0
+    assert drive(children, rig, driver).result() < LATE_S
     for child in ranks:
         assert child.result() == [0, 1, 2, 3]
 
@@ -212,7 +214,7 @@ def test_a_send_that_nobody_takes_fails_at_its_deadline_and_loses_nothing(
             PeerSilent, match=r"4 control frames .*rank 0 on host a, rank 1 on host b"
         ) as caught:
             while sent < 100:
-                outbox.enqueue(sent, timeout=2.0)
+                outbox.enqueue(sent, timeout=4.0)
                 sent += 1
         assert isinstance(caught.value, TimeoutError)
         rig.store().set(f"{rig.spec.name}/sent", str(sent))
@@ -276,7 +278,7 @@ def test_shutdown_wakes_a_waiting_rank(make: Make, children: Children) -> None:
         inbox.shutdown()
         waiter.join(DEADLINE_S)
         inbox.shutdown()
-        return [woken[0], woken[1] - at < 1.0, the_end(inbox)]
+        return [woken[0], woken[1] - at < LATE_S, the_end(inbox)]
 
     ranks = start(children, rig, rank)
     drive(children, rig, stay)
@@ -299,12 +301,12 @@ def test_a_signal_handler_can_end_the_wait(make: Make, children: Children) -> No
     for child in ranks:
         os.kill(child.pid, signal.SIGTERM)
     assert [child.result() for child in ranks] == ["ChannelClosed"] * len(ranks)
-    assert time.monotonic() - at < 2.0
+    assert time.monotonic() - at < LATE_S
 
 
 def test_idle_for_longer_than_the_groups_timeout(make: Make, children: Children) -> None:
     rig = make()
-    rig.join_timeout_s = 3.0  # also the timeout that gloo has while it connects
+    rig.join_timeout_s = 6.0  # also the timeout that gloo has while it connects
 
     def driver(outbox: Any) -> None:
         until_all_ended(rig, "waited")
@@ -313,7 +315,7 @@ def test_idle_for_longer_than_the_groups_timeout(make: Make, children: Children)
 
     def rank(number: int, inbox: Any) -> object:
         with pytest.raises(TimeoutError):
-            inbox.dequeue(timeout=4.5)
+            inbox.dequeue(timeout=7.0)
         tell(rig, number, "waited")
         got = inbox.dequeue(DEADLINE_S)
         tell(rig, number, "done")
@@ -357,7 +359,7 @@ def test_a_killed_rank_does_not_hold_anybody_for_ever(make: Make, children: Chil
     os.kill(ranks[-1].pid, signal.SIGKILL)
     ranks[-1].wait_killed()
     children.start(lambda: tell_all(rig, "killed")).result()
-    assert sender.result() < 4.0
+    assert sender.result() < LATE_S
     for child in ranks[:-1]:
         assert child.result() == "out"
 

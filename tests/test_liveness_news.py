@@ -89,7 +89,7 @@ def test_ranks_are_told_to_drain_when_nothing_runs_any_more(job: Job) -> None:
             host.ranks[1].link("request_drain", "SIGTERM")
             await until(lambda: gate.refusal, "the gate to shut")
             assert news.draining == "SIGTERM" and not inside.told
-            host.ranks[0].link("view", 5.0)  # a turn of the watcher's loop
+            host.ranks[0].link("view", PATIENCE_S)  # a turn of the watcher's loop
             assert not host.ranks[0].saw("drain")
             inside.leave()
             assert (await asyncio.to_thread(host.ranks[0].expect, "drain"))["reason"] == "SIGTERM"
@@ -110,7 +110,7 @@ def test_no_rank_is_told_to_drain_while_something_runs_on_another_host(job: Job,
             hosts[1].ranks[0].link("request_drain", "SIGTERM")
             await until(lambda: head[0].refusal and other[0].refusal, "both gates to shut")
             for host in hosts:  # a turn of each watcher's loop, after what its follower has said
-                host.ranks[0].link("view", 5.0)
+                host.ranks[0].link("view", PATIENCE_S)
             assert not any(rank.saw("drain") for host in hosts for rank in host.ranks)
             running.leave()
             for rank in (*hosts[0].ranks, *hosts[1].ranks):
@@ -173,7 +173,7 @@ def test_who_leaves_without_a_word_holds_nobody_up(job: Job) -> None:
 
 def test_the_verdict_cuts_what_is_inside(job: Job) -> None:
     host = job.host(0, 1)
-    job.configure()
+    job.configure(grace_s=20.0)  # for the watcher, and what it shows, go with the last of its members
 
     async def body() -> None:
         async with followed(host, 60.0) as (gate, inside, news):
@@ -192,7 +192,8 @@ def test_the_verdict_cuts_what_is_inside(job: Job) -> None:
 def test_a_watcher_that_does_not_answer_is_an_error_in_time(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spmd_serve.server.news.VIEW_TIMEOUT_S", 0.3)
+    limit = "spmd_serve.server.news.VIEW_TIMEOUT_S"
+    monkeypatch.setattr(limit, PATIENCE_S)
     host = job.host(0, 1)
     job.configure(rank_timeout=60.0)
 
@@ -200,8 +201,10 @@ def test_a_watcher_that_does_not_answer_is_an_error_in_time(
         async with followed(host, 60.0) as (_gate, _inside, news):
             first, second = await asyncio.gather(news.view(), news.view())
             assert first["members"] == second["members"] and len(first["members"]) == 2
-            with frozen(host.watcher_pid), pytest.raises(TimeoutError, match=r"^no answer within 0\.3 s$"):
-                await news.view()
+            with frozen(host.watcher_pid), monkeypatch.context() as frozen_only:
+                frozen_only.setattr(limit, 0.3)
+                with pytest.raises(TimeoutError, match=r"^no answer within 0\.3 s$"):
+                    await news.view()
             await until(lambda: state(host.watcher_pid) in "RS", "the watcher to go on")
             os.kill(host.watcher_pid, signal.SIGKILL)
             with pytest.raises(OSError, match="it is gone"):

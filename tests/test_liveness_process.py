@@ -64,7 +64,7 @@ def test_a_child_dies_with_its_parent_and_not_before(family: tuple[subprocess.Po
     time.sleep(0.2)  # a thread that has forked, and has ended, takes nobody with it
     assert child.alive()
     parent.kill()
-    assert_gone([child], 2.0)
+    assert_gone([child], 10.0)
 
 
 def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:

@@ -82,5 +82,5 @@ def test_the_watcher_removes_it_when_nobody_is_left(tmp_path: Path) -> None:
         (folder / "socket").touch()
         assert os.listdir(folder) == ["socket"]
         host.ranks[0].kill()
-        job.all_gone(5.0)
+        job.all_gone()
     assert not folder.exists() and not shared.exists()

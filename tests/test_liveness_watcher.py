@@ -16,6 +16,8 @@ from tests.support.processes import assert_gone, look
 from tests.support.view import fetch_view
 from tests.support.waiting import wait_until
 
+TOLD_S = 10.0
+"""0.4 s on a quiet machine. A starved one may take longer; silence alone would take `QUIET_S`."""
 DRIVER_S = 5.0
 """Longer than an engine core's loop stands still until the verdict with --step-timeout 0.5, seconds."""
 
@@ -26,7 +28,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
         yield running
 
 
-def test_kill_9_is_told_to_the_others_within_2_s(job: Job) -> None:
+def test_kill_9_is_told_to_the_others_at_once(job: Job) -> None:
     host = job.host(0, 1)
     engine = host.child("engine", "engine core")
     job.configure()
@@ -34,10 +36,10 @@ def test_kill_9_is_told_to_the_others_within_2_s(job: Job) -> None:
     for actor in (host.ranks[0], engine):
         verdict = actor.expect("verdict")
         print(f"told after {verdict['at'] - at:.3f} s")
-        assert verdict["at"] - at < 2.0
+        assert verdict["at"] - at < TOLD_S
         assert verdict["cause"] == f"rank 1 (pid {host.ranks[1].pid}, host a) was killed by SIGKILL"
         assert (verdict["rank"], verdict["host"]) == (1, "a")
-    job.all_gone(3.0)  # the watcher ends whoever does not end by itself, then itself
+    job.all_gone()  # the watcher ends whoever does not end by itself, then itself
 
 
 def test_the_default_answer_is_one_line_and_exit_code_1(job: Job) -> None:
@@ -45,7 +47,7 @@ def test_the_default_answer_is_one_line_and_exit_code_1(job: Job) -> None:
     other = job.actor("other")
     host.join(other, "rank", "rank 1", 1, default_verdict=True)
     host.ranks[0].kill()
-    assert other.process.wait(5) == 1
+    assert other.process.wait(PATIENCE_S) == 1
     assert other.log.read_text().count("rank 0 (pid") == 1
     # Behind all that the members print, the watcher says it once per host.
     wait_until(lambda: host.log.endswith(" was killed by SIGKILL\n"), PATIENCE_S, "the watcher's last line")
@@ -56,7 +58,7 @@ def test_death_before_the_rendezvous_and_of_the_watchers_parent(job: Job) -> Non
     host = job.host(0, 1)
     at = host.ranks[0].kill()
     verdict = host.ranks[1].expect("verdict")
-    assert "rank 0" in verdict["cause"] and verdict["at"] - at < 2.0
+    assert "rank 0" in verdict["cause"] and verdict["at"] - at < TOLD_S
 
 
 @pytest.mark.parametrize(
@@ -76,17 +78,19 @@ def test_the_end_is_seen_though_a_forked_child_holds_the_descriptors(job: Job) -
     try:
         at = host.ranks[1].kill()
         verdict = host.ranks[0].expect("verdict")
-        assert verdict["at"] - at < 2.0 and "SIGKILL" in verdict["cause"]  # not what the child said
-        job.all_gone(3.0)
+        assert verdict["at"] - at < TOLD_S and "SIGKILL" in verdict["cause"]  # not what the child said
+        job.kill_actors()
+        job.all_gone()
     finally:
         child.signal(signal.SIGKILL)
 
 
 def test_a_members_own_report_wins_over_its_consequences(job: Job) -> None:
     host = job.host(0, 1)
-    host.ranks[0].send("fail_and_exit", "Connection closed by peer", True, 1)
-    host.ranks[0].process.wait(5)
-    host.ranks[1].link("failed", "ValueError: bad weights")
+    with frozen(host.watcher_pid):  # so that it does not judge before it can have heard the second one
+        host.ranks[0].send("fail_and_exit", "Connection closed by peer", True, 1)
+        host.ranks[0].process.wait(PATIENCE_S)
+        host.ranks[1].link("failed", "ValueError: bad weights")
     verdict = host.ranks[1].expect("verdict")
     assert verdict["cause"].endswith("ValueError: bad weights") and verdict["rank"] == 1
 
@@ -95,7 +99,7 @@ def test_a_report_wins_over_an_end_without_a_word(job: Job) -> None:
     host = job.host(0, 1)
     with frozen(host.watcher_pid):  # so that it hears of both at one moment
         host.ranks[0].send("exit", 1)
-        host.ranks[0].process.wait(5)
+        host.ranks[0].process.wait(PATIENCE_S)
         host.ranks[1].link("failed", "ValueError: bad weights")
     assert host.ranks[1].expect("verdict")["rank"] == 1
 
@@ -105,31 +109,32 @@ def test_children_that_die_with_their_rank_do_not_hide_it(job: Job) -> None:
     engine = host.child("engine", "engine core")
     with frozen(host.watcher_pid):
         engine.kill()
-        engine.process.wait(5)
+        engine.process.wait(PATIENCE_S)
         host.ranks[1].kill()
-        host.ranks[1].process.wait(5)
+        host.ranks[1].process.wait(PATIENCE_S)
     assert host.ranks[0].expect("verdict")["rank"] == 1
 
 
 def test_sigstop_is_seen_after_rank_timeout_and_slow_ranks_are_left_alone(job: Job) -> None:
     host = job.host(0, 1, 2)
-    job.configure(rank_timeout=1.0, expect_turns=True)
+    job.configure(rank_timeout=3.0, expect_turns=True)
     for actor in host.ranks:
         actor.do("slot", "state", ["loading"])
-    host.ranks[0].send("burn_holding_gil", 2.0)
-    host.ranks[1].send("hold_gil", 2.0)
+    host.ranks[0].send("burn_holding_gil", 3.5)
+    host.ranks[1].send("hold_gil", 3.5)
     host.ranks[0].answer()
     host.ranks[1].answer()
-    view = host.ranks[2].link("view", 5.0)
+    view = host.ranks[2].link("view", PATIENCE_S)
     assert view["verdict"] is None
     assert not any(actor.saw("verdict") for actor in host.ranks)
     at = host.ranks[1].kill(signal.SIGSTOP)
     verdict = host.ranks[2].expect("verdict")
     print(f"SIGSTOP told after {verdict['at'] - at:.3f} s")
-    assert 0.5 <= verdict["at"] - at < 3.0
+    assert 1.5 <= verdict["at"] - at < 15.0
     assert "rank 1 " in verdict["cause"] and "has been stopped (SIGSTOP) for" in verdict["cause"]
-    assert verdict["detect_s"] >= 0.5
-    job.all_gone(4.0)
+    assert verdict["detect_s"] >= 1.5
+    job.kill_actors()
+    job.all_gone()
 
 
 def test_a_short_stop_is_forgiven(job: Job) -> None:
@@ -137,15 +142,17 @@ def test_a_short_stop_is_forgiven(job: Job) -> None:
     job.configure(rank_timeout=6.0)
     host.ranks[1].kill(signal.SIGSTOP)
     wait_until(
-        lambda: _state(host.ranks[0].link("view", 5.0), "rank 1") == "stopped",
+        lambda: _state(host.ranks[0].link("view", PATIENCE_S), "rank 1") == "stopped",
         PATIENCE_S,
         "the stop shows in the view",
     )
     host.ranks[1].kill(signal.SIGCONT)
     wait_until(
-        lambda: _state(host.ranks[0].link("view", 5.0), "rank 1") == "starting", PATIENCE_S, "it runs again"
+        lambda: _state(host.ranks[0].link("view", PATIENCE_S), "rank 1") == "starting",
+        PATIENCE_S,
+        "it runs again",
     )
-    assert host.ranks[1].link("view", 5.0)["verdict"] is None
+    assert host.ranks[1].link("view", PATIENCE_S)["verdict"] is None
 
 
 def _state(view: dict[str, list[dict[str, object]]], name: str) -> object:
@@ -154,30 +161,33 @@ def _state(view: dict[str, list[dict[str, object]]], name: str) -> object:
 
 def test_a_hung_step_fails_after_step_timeout_with_stacks(job: Job) -> None:
     host = job.host(0, 1)
-    job.configure(rank_timeout=1.0, step_timeout=1.0)
-    for _ in range(40):
+    job.configure(step_timeout=1.0)
+    with frozen(host.watcher_pid):  # so that it sees the last step only, however long the others take
+        for _ in range(40):
+            host.ranks[1].do("slot", "step_begin", [])
+            host.ranks[1].do("slot", "step_end", [])
         host.ranks[1].do("slot", "step_begin", [])
-        host.ranks[1].do("slot", "step_end", [])
-    host.ranks[1].do("slot", "step_begin", [])
-    at = time.monotonic()
-    host.ranks[1].send("hold_gil", 30)  # its stacks come all the same
+        host.ranks[1].send("hold_gil", 30)  # its stacks come all the same
+        at = time.monotonic()
     verdict = host.ranks[0].expect("verdict")
-    assert 1.0 <= verdict["at"] - at < 4.5
+    assert 1.0 <= verdict["at"] - at < 15.0
     assert "rank 1 " in verdict["cause"] and "step 41 has made no progress for" in verdict["cause"]
     for actor in host.ranks:
-        assert "Current thread" in actor.log.read_text() or "Thread 0x" in actor.log.read_text()
+        actor.wait_stacks()
     assert "hold_gil" in host.ranks[1].log.read_text()
-    job.all_gone(3.0)
+    job.kill_actors()
+    job.all_gone()
 
 
 def test_a_step_that_ends_after_all_is_no_failure(job: Job) -> None:
     host = job.host(0, 1)
-    job.configure(rank_timeout=1.0, step_timeout=1.0)
+    job.configure(rank_timeout=8.0, step_timeout=1.0)
     host.ranks[1].do("slot", "step_begin", [])
     wait_until(lambda: "asking" in host.log, PATIENCE_S, "stacks are asked for")
-    host.ranks[1].do("slot", "step_end", [])
+    with frozen(host.watcher_pid):  # so that it does not judge before a starved rank has ended its step
+        host.ranks[1].do("slot", "step_end", [])
     time.sleep(2.5)  # longer than the accusation takes to become a verdict
-    assert host.ranks[0].link("view", 5.0)["verdict"] is None
+    assert host.ranks[0].link("view", PATIENCE_S)["verdict"] is None
 
 
 def test_who_has_reset_the_signal_is_not_ended_by_the_question_for_stacks(job: Job) -> None:
@@ -187,51 +197,52 @@ def test_who_has_reset_the_signal_is_not_ended_by_the_question_for_stacks(job: J
     host.join(again, "rank", "rank 2", 2)
     again.do("reset_stacks_signal")
     host.join(again, "api", "API server")  # registers anew
-    job.configure(rank_timeout=1.0, step_timeout=0.5)
+    job.configure(step_timeout=0.5)
     host.ranks[1].do("slot", "step_begin", [])
     assert "rank 1 " in host.ranks[0].expect("verdict")["cause"]
-    assert "hread 0x" in again.log.read_text() and "hread 0x" not in host.ranks[0].log.read_text()
+    again.wait_stacks()
+    assert "hread 0x" not in host.ranks[0].log.read_text()
 
 
 def test_an_idle_loop_that_does_not_turn_is_hung_but_not_while_it_steps(job: Job) -> None:
     host = job.host(0, 1, 2)
-    job.configure(rank_timeout=1.0, expect_turns=True)
+    job.configure(rank_timeout=3.0, expect_turns=True)
     stepping, turning, stuck = host.ranks
     stepping.do("slot", "step_begin", [])
     for actor in host.ranks:
         actor.do("slot", "state", ["ready"])
     turning.do("turn_forever", 0.1)
     stuck.do("turn_forever", 0.1)
-    time.sleep(1.5)  # not a synchronisation: the watcher has to see some turns first
+    time.sleep(4.0)  # not a synchronisation: the watcher has to see some turns first
     at = time.monotonic()
-    stuck.send("burn_holding_gil", 15.0)  # a sleep would end with the signal that asks for stacks
+    stuck.send("burn_holding_gil", 30.0)  # a sleep would end with the signal that asks for stacks
     verdict = turning.expect("verdict")
     assert "rank 2 " in verdict["cause"] and "its loop has not turned" in verdict["cause"]
-    assert verdict["at"] - at < 6.0
+    assert verdict["at"] - at < 15.0
 
 
 def test_an_engine_core_that_does_not_get_on_with_its_work_is_hung(job: Job) -> None:
     """Although it sends heartbeats; and no rank is in a step, which would explain it."""
     host = job.host(0)
     engine = host.child("engine", "engine core")
-    job.configure(rank_timeout=1.0, step_timeout=0.5)
+    job.configure(step_timeout=0.5)
     engine.do("slot", "state", ["ready"])
     engine.do("slot", "works", [])
     engine.do("slot", "waits", [])
     at = time.monotonic()
     time.sleep(DRIVER_S)  # not a synchronisation: time in which waiting would count, if it did
-    assert host.ranks[0].link("view", 5.0)["verdict"] is None
+    assert host.ranks[0].link("view", PATIENCE_S)["verdict"] is None
     engine.do("slot", "works", [])
     verdict = host.ranks[0].expect("verdict")
     assert verdict["at"] - at > DRIVER_S + 4.0
     assert f"engine core (pid {engine.pid}, host a) hung: its loop has made no progress" in verdict["cause"]
-    assert "hread 0x" in engine.log.read_text()
+    engine.wait_stacks()
 
 
 def test_a_reply_that_never_comes_is_blamed_on_its_rank(job: Job) -> None:
     host = job.host(0, 1)
     engine = host.child("engine", "engine core")
-    job.configure(rank_timeout=1.0, step_timeout=0.5)
+    job.configure(step_timeout=0.5)
     engine.do("slot", "state", ["ready"])
     engine.do("slot", "awaits", [1])
     verdict = host.ranks[0].expect("verdict")
@@ -245,33 +256,33 @@ def test_a_rank_that_hangs_explains_an_engine_core_that_waits_for_it(job: Job) -
     """Also when that began to wait seconds before."""
     host = job.host(0, 1)
     engine = host.child("engine", "engine core")
-    job.configure(rank_timeout=1.0, step_timeout=0.5)
+    job.configure(step_timeout=2.0)
     engine.do("slot", "state", ["ready"])
     engine.do("slot", "awaits", [0])
-    time.sleep(1.5)  # the rank's delay
+    time.sleep(1.5)  # the rank's delay, to which 3 s more may be added before the engine core is to blame
     host.ranks[1].do("slot", "step_begin", [])
     assert "rank 1 (" in engine.expect("verdict")["cause"]
 
 
 def test_the_watcher_killed_ends_its_members(job: Job) -> None:
     host = job.host(0, 1)
-    job.configure(rank_timeout=1.0)
+    job.configure()
     at = time.monotonic()
     os.kill(host.watcher_pid, signal.SIGKILL)
     for actor in host.ranks:
         verdict = actor.expect("verdict")
-        assert verdict["cause"] == "the watcher on host a is gone" and verdict["at"] - at < 2.0
+        assert verdict["cause"] == "the watcher on host a is gone" and verdict["at"] - at < TOLD_S
 
 
 def test_a_stopped_watcher_ends_its_members_and_is_ended_by_them(job: Job) -> None:
     host = job.host(0, 1)
-    job.configure(rank_timeout=1.0)
+    job.configure(rank_timeout=3.0)
     watcher = look(host.watcher_pid)
     assert watcher is not None
     os.kill(host.watcher_pid, signal.SIGSTOP)
     causes = {actor.expect("verdict")["cause"] for actor in host.ranks}
     assert any("the watcher on host a has been silent for" in cause for cause in causes)
-    assert_gone([watcher], 2.0)
+    assert_gone([watcher], 10.0)
 
 
 def test_a_stopped_watcher_does_not_outlive_its_members(job: Job) -> None:
@@ -279,14 +290,14 @@ def test_a_stopped_watcher_does_not_outlive_its_members(job: Job) -> None:
     os.kill(host.watcher_pid, signal.SIGSTOP)
     for actor in host.ranks:
         actor.kill()
-    job.all_gone(2.5)  # its parent's death wakes it
+    job.all_gone()  # its parent's death wakes it
 
 
 def test_signals_of_the_terminal_do_not_end_the_watcher(job: Job) -> None:
     host = job.host(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(host.watcher_pid, number)
-    assert host.ranks[0].link("view", 5.0)["verdict"] is None
+    assert host.ranks[0].link("view", PATIENCE_S)["verdict"] is None
     assert os.getpgid(host.watcher_pid) != os.getpgid(host.ranks[0].pid)
     with open(f"/proc/{host.watcher_pid}/comm") as comm:
         assert comm.read() == "spmd-watcher\n"
@@ -305,7 +316,7 @@ def test_the_watcher_goes_when_nobody_ever_connected(job: Job) -> None:
             return True
         return False
 
-    wait_until(refused, 1.5, "the end of the watcher")
+    wait_until(refused, 10.0, "the end of the watcher")
 
 
 def test_who_stays_after_the_normal_end_is_killed(job: Job) -> None:
@@ -325,7 +336,7 @@ def test_the_view_lists_ranks_by_number_whoever_came_first(job: Job) -> None:
     host.join(late, "rank", "torchrun rank 1", None)
 
     def names() -> list[str]:
-        return [member["name"] for member in host.ranks[0].link("view", 5.0)["members"]]
+        return [member["name"] for member in host.ranks[0].link("view", PATIENCE_S)["members"]]
 
     assert names() == ["rank 0", "rank 2", "API server", "torchrun rank 1"]
     late.link("identify", "rank 1", 1)
@@ -346,7 +357,7 @@ def test_drain_reaches_every_rank_once(job: Job) -> None:
     api.link("request_drain", "SIGTERM again")
     for actor in host.ranks:
         assert actor.expect("drain")["reason"] == "SIGTERM"
-    view = host.ranks[0].link("view", 5.0)
+    view = host.ranks[0].link("view", PATIENCE_S)
     assert view["draining"] == "SIGTERM" and view["verdict"] is None
     assert not any(actor.saw("drain") for actor in (*host.ranks, api))
 
@@ -361,11 +372,11 @@ def test_drain_before_the_ranks_have_met_is_told_to_all(job: Job) -> None:
 def test_an_end_that_follows_a_death_is_a_failure(job: Job) -> None:
     """torchrun ends the other ranks of a host when one has died: that is not what they were asked to do."""
     host = job.host(0, 1, 2)
-    job.configure()
+    job.configure(grace_s=20.0)  # those who are asked below are to be there still, should we be late
     host.ranks[2].kill()
-    host.ranks[2].process.wait(5)
+    host.ranks[2].process.wait(PATIENCE_S)
     wait_until(
-        lambda: _state(host.ranks[0].link("view", 5.0), "rank 2") == "gone",
+        lambda: _state(host.ranks[0].link("view", PATIENCE_S), "rank 2") == "gone",
         PATIENCE_S,
         "the death to be seen",
     )
@@ -385,11 +396,11 @@ def test_normal_end(job: Job, early: bool) -> None:
         end = actor.expect("end")
         assert (end["code"], end["early"]) == (3, early)
     host.ranks[1].kill()
-    host.ranks[1].process.wait(5)
-    view = host.ranks[0].link("view", 5.0)
+    host.ranks[1].process.wait(PATIENCE_S)
+    view = host.ranks[0].link("view", PATIENCE_S)
     assert view["ended"] and view["verdict"] is None
     host.ranks[0].send("exit", 0)
-    job.all_gone(2.0)
+    job.all_gone()
     assert "failed" not in host.log
 
 
@@ -397,16 +408,18 @@ def test_leaving_is_no_failure(job: Job) -> None:
     host = job.host(0, 1)
     host.ranks[1].link("leaving")
     host.ranks[1].send("exit", 0)
-    host.ranks[1].process.wait(5)
-    wait_until(lambda: _state(host.ranks[0].link("view", 5.0), "rank 1") == "gone", PATIENCE_S, "it is gone")
-    assert host.ranks[0].link("view", 5.0)["verdict"] is None
+    host.ranks[1].process.wait(PATIENCE_S)
+    wait_until(
+        lambda: _state(host.ranks[0].link("view", PATIENCE_S), "rank 1") == "gone", PATIENCE_S, "it is gone"
+    )
+    assert host.ranks[0].link("view", PATIENCE_S)["verdict"] is None
 
 
 def test_the_next_round_at_the_same_address(job: Job) -> None:
     host = job.host(0, 1)
     for actor in host.ranks:
         actor.kill()
-        actor.process.wait(5)
+        actor.process.wait(PATIENCE_S)
     fresh, other = job.actor("fresh"), job.actor("other")
     address = fresh.do("start_watcher", host.agent.pid, 0, {})
     assert address == host.address
@@ -423,7 +436,7 @@ def test_view(job: Job) -> None:
     host.ranks[1].do("slot", "step_end", [])
     host.ranks[1].do("slot", "step_begin", [])
     host.ranks[0].link("identify", "rank 7", 7)
-    view = api.link("view", 5.0)
+    view = api.link("view", PATIENCE_S)
     assert view["generation"] == "0123456789ab" and view["restarts"] == 0 and view["verdict"] is None
     assert abs(view["clock"] - time.time()) < 60
     assert [(one["node"], one["host"], one["ranks"]) for one in view["hosts"]] == [(0, "a", [0, 1])]

@@ -137,9 +137,9 @@ def test_another_process_comes_to_the_same() -> None:
 
 def test_a_million_tokens_take_no_time() -> None:
     prompts = [list(range(1000)) for _ in range(1000)]
-    started = time.perf_counter()
+    started = time.process_time()
     digest(prompts)
-    assert time.perf_counter() - started < 2.0  # 0.03 s on a quiet machine
+    assert time.process_time() - started < 2.0  # 0.03 s on a quiet machine
 
 
 def test_descriptions_are_short() -> None:

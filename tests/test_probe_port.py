@@ -42,12 +42,11 @@ def test_the_same_port_again_after_a_failure_which_is_remembered(tmp_path: Path,
     with light_job(tmp_path, f"--probe-port={port}", ranks=2, max_restarts=1) as job:
         job.start()
         before = job.served()
-        wait_until(lambda: probe(port, "/ready")[0] == 200, 10.0, "the first round to be ready")
+        wait_until(lambda: probe(port, "/ready")[0] == 200, 30.0, "the first round to be ready")
         assert metric(port, "failures_total") == 0
         kill_nine(before["pids"]["rank 1"])
-        wait_until(lambda: probe(port, "/ready")[0] != 200, 10.0, "the failure to be seen")
         job.served(before)
-        wait_until(lambda: probe(port, "/ready")[0] == 200, 10.0, "the second round to be ready")
+        wait_until(lambda: probe(port, "/ready")[0] == 200, 30.0, "the second round to be ready")
         assert json.loads(probe(port, "/live")[1]) == {"status": "live"}
         assert metric(port, "failures_total") == 1
         detect = metric(port, "last_failure_detect_seconds")

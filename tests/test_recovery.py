@@ -17,9 +17,9 @@ from tests.support.recovery import LightJob, Round, light_job, noticed
 from tests.support.server import Server
 from tests.support.waiting import Note, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-GONE_S = 10.0
+GONE_S = 25.0
 """Within so long after a fault the whole old round has ended."""
 JOINED_S = 40.0
 """The same, counted from the start of another torchrun."""
@@ -57,7 +57,7 @@ def recovers(
 
 
 def test_five_deaths_of_five_processes_on_one_agent(tmp_path: Path, note: Note) -> None:
-    with light_job(tmp_path, "--rank-timeout=3", ranks=2, max_restarts=5) as job:
+    with light_job(tmp_path, "--rank-timeout=6", ranks=2, max_restarts=5) as job:
         job.start()
         agent = job.servers[0].pid
         first = now = job.served()
@@ -67,7 +67,7 @@ def test_five_deaths_of_five_processes_on_one_agent(tmp_path: Path, note: Note) 
             ("kill -9 of the API server", lambda: kill_nine(api_server(agent))),
             ("kill -9 of rank 0", lambda: kill_nine(now["pids"]["rank 0"])),
             ("kill -9 of the watcher", lambda: kill_nine(watcher_below(agent))),
-            ("SIGSTOP of rank 1, --rank-timeout 3", lambda: freeze(now["pids"]["rank 1"])),
+            ("SIGSTOP of rank 1, --rank-timeout 6", lambda: freeze(now["pids"]["rank 1"])),
         ]
         assert {process.pid for process in rank.values()} == set(first["pids"].values())
         for fault, make in faults:
@@ -80,7 +80,7 @@ def test_five_deaths_of_five_processes_on_one_agent(tmp_path: Path, note: Note) 
         f"the watcher on host {os.uname().nodename} is gone",
     ):
         assert cause in text
-    assert re.search(r"rank 1 .* has been stopped \(SIGSTOP\) for [12](\.\d)? s", text)
+    assert re.search(r"rank 1 .* has been stopped \(SIGSTOP\) for [45](\.\d)? s", text)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("c10d", marks=by_hand), "static"])
@@ -124,7 +124,7 @@ def test_a_cut_link_ends_the_job_on_both_sides_and_it_comes_back(
             now = job.served()
             while now["dp"] < 2:
                 now = job.served(now)
-            now = recovers(job, now, "link cut, --rank-timeout 10", lambda: hosts.cut("node1"), note, 20.0)
+            now = recovers(job, now, "link cut, --rank-timeout 10", lambda: hosts.cut("node1"), note, 35.0)
             assert now["dp"] == 1
             assert "host node1 (rank 1) has been silent for" in job.servers[0].text()
             job.servers[1].end()
@@ -165,7 +165,7 @@ def test_an_agent_that_dies_takes_its_ranks_along_and_the_others_go_on(tmp_path:
 
 
 def test_a_node_joins_and_leaves(tmp_path: Path, note: Note) -> None:
-    with light_job(tmp_path, "-tp=1", "-dp=auto", agents=3, nnodes="1:3", max_restarts=3) as job:
+    with light_job(tmp_path, "-tp=1", "-dp=auto", agents=3, nnodes="2:3", max_restarts=3) as job:
         job.start(0, 1)
         now = job.served()
         while now["dp"] < 2:
@@ -182,7 +182,7 @@ def test_a_node_joins_and_leaves(tmp_path: Path, note: Note) -> None:
 
 @by_hand
 def test_a_world_that_makes_no_replica_waits_for_a_node(tmp_path: Path, note: Note) -> None:
-    with light_job(tmp_path, "-tp=1", "-pp=3", "-dp=auto", agents=3, nnodes="1:3", max_restarts=3) as job:
+    with light_job(tmp_path, "-tp=1", "-pp=3", "-dp=auto", agents=3, nnodes="2:3", max_restarts=3) as job:
         job.start(0, 1)
         job.servers[0].wait_line("waiting for more nodes", 60.0)
         started = time.monotonic()
@@ -194,7 +194,7 @@ def test_a_world_that_makes_no_replica_waits_for_a_node(tmp_path: Path, note: No
 
 def test_a_world_that_makes_no_replica_is_an_error(tmp_path: Path) -> None:
     flags = ("-tp=1", "-pp=3", "-dp=auto", "--join-timeout=4")
-    with light_job(tmp_path, *flags, agents=2, nnodes="1:3") as job:
+    with light_job(tmp_path, *flags, agents=2, nnodes="2:3") as job:
         job.start()
         codes = [server.wait_exit(90.0) for server in job.servers]
         assert all(code not in (0, -signal.SIGKILL) for code in codes)

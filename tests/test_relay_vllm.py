@@ -80,7 +80,7 @@ def test_shutdown_wakes_the_rank(by: str) -> None:
     if by == "ring":  # as vLLM's WorkerProc does
         reader.shutdown()
     thread.join(DEADLINE_S)
-    assert woken[0] - at < 1.0
+    assert woken[0] - at < 4.0  # vLLM's own reader, not woken, looks again after 5 s
     writer.shutdown()
 
 

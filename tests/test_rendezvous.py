@@ -244,7 +244,11 @@ def soon_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_node_that_never_comes_is_named_on_all_others() -> None:
     with store_server() as (_, port), Children() as ranks:
         host = socket.gethostname()
-        started = [ranks.start(rank_process(env_of(rank, port), timeout_s=2.0)) for rank in range(2)]
+        # Rank 0 counts the time, in which rank 1 has to come, and gives up first however late it starts.
+        started = [
+            ranks.start(rank_process(env_of(rank, port), timeout_s=6.0 if rank == 0 else 20.0))
+            for rank in range(2)
+        ]
         results = [child.result() for child in started]
         assert {result["kind"] for result in results} == {"UsageError"}
         assert len({result["failed"] for result in results}) == 1

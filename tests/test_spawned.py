@@ -50,7 +50,7 @@ def test_it_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
             assert child is not None and child.parent == parent.pid
         finally:
             parent.kill()
-    assert_gone([child], 2.0)
+    assert_gone([child], 10.0)
 
 
 def test_it_dies_with_a_parent_that_left_before_it_could_ask_for_that(tmp_path: Path) -> None:
@@ -58,4 +58,4 @@ def test_it_dies_with_a_parent_that_left_before_it_could_ask_for_that(tmp_path: 
         [*command(tmp_path), "leave"], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
     )
     child = look(int(done.stdout))
-    assert_gone([child] if child is not None else [], 5.0)
+    assert_gone([child] if child is not None else [], 10.0)

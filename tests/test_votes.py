@@ -1,10 +1,11 @@
 """One rank's problem is everybody's: all say the same."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from spmd_serve.errors import PeerLost, SpmdError, UsageError
-from spmd_serve.rendezvous import connect_store
+from spmd_serve.rendezvous import connect_store, wait_keys
 from spmd_serve.topology import Cluster, RankInfo
 from spmd_serve.votes import vote
 from tests.support.forked import Children, store_server
@@ -41,13 +42,9 @@ def voter(
     return body
 
 
-def results(
-    problems: dict[int, dict[str, SpmdError | None]], timeout_s: float = 20.0
-) -> list[dict[str, Any]]:
+def results(problems: dict[int, dict[str, SpmdError | None]]) -> list[dict[str, Any]]:
     with store_server() as (_, port), Children() as children:
-        started = [
-            children.start(voter(port, rank, questions, timeout_s)) for rank, questions in problems.items()
-        ]
+        started = [children.start(voter(port, rank, questions)) for rank, questions in problems.items()]
         return [child.result() for child in started]
 
 
@@ -75,8 +72,17 @@ def test_of_several_problems_the_lowest_ranks_is_told() -> None:
 
 
 def test_who_does_not_vote_is_named() -> None:
-    # Rank 0, which counts the time, is forked last.
-    heard = results({2: {"the port": None}, 0: {"the port": None}}, timeout_s=2.0)
+    question: dict[str, SpmdError | None] = {"the port": None}
+    with store_server() as (_, port), Children() as children:
+
+        def until_it_has_voted() -> None:
+            store = connect_store("127.0.0.1", port, "nonce", 10.0)
+            wait_keys(store, {"vote/the port/2": "rank 2"}, time.monotonic() + 20.0, print)
+
+        other = children.start(voter(port, 2, question))
+        children.start(until_it_has_voted).result()
+        # Rank 0 counts the time.
+        heard = [child.result() for child in (children.start(voter(port, 0, question, 0.3)), other)]
     assert {result["kind"] for result in heard} == {"PeerLost"}
     (text,) = {result["failed"] for result in heard}
     assert text.startswith("the port of rank 1 on node1 did not come within ")

@@ -104,7 +104,7 @@ def test_sigterm_while_engines_load_is_a_normal_end(
                 return "KV cache memory: rank" in job.server.text()
             return sum("EngineCore" in process.command for process in descendants(job.server.pid)) == 2
 
-        wait_until(loading, 90.0, f"two engine cores\n{job.server.tail()}")
+        wait_until(loading, 180.0, f"two engine cores\n{job.server.tail()}")
         started = time.monotonic()
         os.kill(pid_of_rank(job.server.pid, 0), signal.SIGTERM)
         code = job.server.wait_exit(30.0)

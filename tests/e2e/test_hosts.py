@@ -105,7 +105,8 @@ class TestTwoStagesOfTwoRanks:
             started = time.monotonic()
             assert ours.greedy(PROMPTS[:1], 16) == expected
         assert time.monotonic() - started < 4.5  # vLLM's own reader, not woken, looks again after 5 s
-        assert all(used[f"rank {rank}"] < 0.01 for rank in range(4))
+        # 0.7 % was seen where others had the cores too; a rank that spins takes all that it gets of one.
+        assert all(used[f"rank {rank}"] < 0.03 for rank in range(4))
 
     def test_a_killed_torchrun_agent_ends_the_job_on_both_hosts(
         self, two_by_two: HostsJob, note: Note
@@ -147,6 +148,13 @@ class TestFlatGloo:
         footprint.assert_gone(1.0)
 
 
+def said_once(job: HostsJob) -> str:
+    """The one mistake that its ranks have printed: one that the verdict ends first says nothing."""
+    said = [line for server in job.servers.values() for line in error_lines(server)]
+    assert 1 <= len(said) <= 2 and len(set(said)) == 1, said
+    return said[0]
+
+
 class TestWhatDiffers:
     """Found before anything is loaded, said by both hosts in the same words."""
 
@@ -154,10 +162,9 @@ class TestWhatDiffers:
         job = hosts_job(hosts, tiny_qwen3, tmp_path, only={"node1": ["--max-model-len=512"]})
         codes = job.exit_codes(END_S)
         assert all(code not in (0, -signal.SIGKILL) for code in codes.values())
-        said = [error_lines(server) for server in job.servers.values()]
-        assert len(said[0]) == 1 and said[0] == said[1]
+        said = said_once(job)
         for word in ("--max-model-len", "1024", "512", "node0", "node1"):
-            assert word in said[0][0]
+            assert word in said
             assert all(word in first_cause(server) for server in job.servers.values())
 
     def test_the_models_weights(self, hosts: Hosts, tiny_qwen3: Path, tmp_path: Path) -> None:
@@ -167,9 +174,7 @@ class TestWhatDiffers:
         job = hosts_job(hosts, tiny_qwen3, tmp_path, prefix={"node1": mount})
         codes = job.exit_codes(END_S)
         assert all(code not in (0, -signal.SIGKILL) for code in codes.values())
-        said = [error_lines(server) for server in job.servers.values()]
-        assert len(said[0]) == 1 and said[0] == said[1]
-        assert "has no weight files on node1" in said[0][0]
+        assert "has no weight files on node1" in said_once(job)
 
     def test_the_control_key(self, hosts: Hosts, tiny_qwen3: Path, tmp_path: Path) -> None:
         """Another file lies on node1 at the same path: its watcher cannot join the head's."""

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.agents import AgentsJob, agents_job
-from tests.support.endpoint import Endpoint
+from tests.support.crowd import ENDLESS, ROOM
+from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import kill_nine
 from tests.support.job import HTTP_PORT, hosts_job
 from tests.support.netns import Hosts
@@ -130,7 +131,7 @@ def test_the_plan_at_half_size(
 @pytest.fixture(scope="class")
 def hybrid(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentsJob]:
     plan = Plan("hybrid", dp=4, pp=1, tp=1, nodes=2)
-    with plan.job(tiny_qwen3, tmp_path_factory.mktemp("hybrid")).running() as job:
+    with plan.job(tiny_qwen3, tmp_path_factory.mktemp("hybrid"), ROOM).running() as job:
         yield job
 
 
@@ -158,12 +159,20 @@ class TestHybrid:
 
     def test_a_long_request_blocks_nobody(self, hybrid: AgentsJob) -> None:
         endpoint = hybrid.endpoints[1]
-        with ThreadPoolExecutor(1) as client:
-            long = client.submit(endpoint.greedy, ["once"], 900)
-            for number in range(4):
-                endpoint.greedy([f"{number} is short"], 4)
-            assert not long.done()
-            assert len(long.result()[0]) == 900
+        long = endpoint.client.completions.create(
+            model=NAME,
+            prompt="once",
+            max_tokens=ENDLESS,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(iter(long))
+        for number in range(4):
+            endpoint.greedy([f"{number} is short"], 4)
+        assert endpoint.metric("vllm:num_requests_running") >= 1
+        long.close()
+        wait_until(lambda: endpoint.metric("vllm:num_requests_running") == 0, 10, "the request to end")
 
     def test_each_endpoint_is_a_whole_server(self, hybrid: AgentsJob) -> None:
         for endpoint in hybrid.endpoints:
@@ -182,10 +191,10 @@ class TestHybrid:
             return all(one.metric("vllm:num_requests_running") == 1 for one in hybrid.endpoints)
 
         with ThreadPoolExecutor(2) as clients:
-            answers = [clients.submit(one.greedy, ["to the end"], 300) for one in hybrid.endpoints]
+            answers = [clients.submit(one.greedy, ["to the end"], 600) for one in hybrid.endpoints]
             wait_until(all_answer, 30, "both endpoints to answer")
             os.kill(rank, signal.SIGTERM)
-            assert [len(answer.result()[0]) for answer in answers] == [300, 300]
+            assert [len(answer.result()[0]) for answer in answers] == [600, 600]
         for server in hybrid.servers:
             assert server.wait_exit(30) == 0, server.tail()
         footprint.assert_gone(1.0)
@@ -206,7 +215,8 @@ class TestExternal:
         note(f"kill -9 of a rank of replica 1: both replicas are gone after {seconds:.1f} s")
         footprint.assert_gone(1.0)
         causes = re.findall(r"the job has failed: (.*)", external.text())
-        assert len(causes) == 4 and all("rank 3 (pid" in cause for cause in causes)
+        # A watcher drops its last line where nobody reads at that moment.
+        assert 3 <= len(causes) <= 4 and all("rank 3 (pid" in cause for cause in causes)
 
 
 @pytest.fixture(scope="class")

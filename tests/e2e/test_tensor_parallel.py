@@ -19,7 +19,7 @@ from tests.support.faults import kill_nine
 from tests.support.footprint import idle_cpu
 from tests.support.job import Job, torchrun_job
 from tests.support.stock import PROMPTS
-from tests.support.waiting import Note, wait_until
+from tests.support.waiting import POLL_S, Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -58,6 +58,7 @@ STRUCTURED = {
     "grammar": {"grammar": 'root ::= "yes" | "no" ", " [a-z] [a-z] [a-z]'},
 }
 IDLE_S = 60.0
+ATTEMPTS = 5
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +124,19 @@ class TestTokens:
     def test_twenty_prompts_in_flight_together(self, both: list[Endpoint]) -> None:
         ours, stock = both
         prompts = [f"{number}: {PROMPTS[number % len(PROMPTS)]}" for number in range(20)]
-        with ThreadPoolExecutor(1) as background:
-            asked = background.submit(ours.greedy_together, prompts, 128)
-            running = "vllm:num_requests_running"
-            wait_until(lambda: ours.metric(running) == 20, 30, "all 20 to run at once")
-            assert asked.result(60) == stock.greedy(prompts, 128)
+        expected = stock.greedy(prompts, 128)
+        together = False
+        # Where clients start slowly, the first ones may have their answers before the last ones ask.
+        for _ in range(ATTEMPTS):
+            with ThreadPoolExecutor(1) as background:
+                asked = background.submit(ours.greedy_together, prompts, 128)
+                while not together and not asked.done():
+                    together = ours.metric("vllm:num_requests_running") == 20
+                    time.sleep(POLL_S)
+                assert asked.result() == expected
+            if together:
+                break
+        assert together, "never ran all 20 at once"
 
     def test_chat(self, both: list[Endpoint]) -> None:
         def ask(endpoint: Endpoint) -> Any:
@@ -383,12 +392,12 @@ class TestOtherRoutes:
         )
         next(iter(stream))
         assert ours.metric("vllm:num_requests_running") == 1
-        wait_until(lambda: engine_core_works(ours), 2.0, "the engine core's loop to be seen at work")
+        wait_until(lambda: engine_core_works(ours), 10.0, "the engine core's loop to be seen at work")
         stream.close()
         wait_until(lambda: ours.metric("vllm:num_requests_running") == 0, 10, "the request to end")
         assert ours.metric("vllm:kv_cache_usage_perc") == 0
-        wait_until(lambda: at_rest(ours), 2.0, "all ranks to rest")  # none works on it any more
-        wait_until(lambda: not engine_core_works(ours), 2.0, "the engine core's loop to wait")
+        wait_until(lambda: at_rest(ours), 10.0, "all ranks to rest")  # none works on it any more
+        wait_until(lambda: not engine_core_works(ours), 10.0, "the engine core's loop to wait")
 
 
 # What follows ends the job's rounds, in this order.
@@ -402,7 +411,8 @@ def test_idle_ranks_sleep_and_answer_at_once(ours: Endpoint, note: Note) -> None
     started = time.monotonic()
     assert ours.greedy(PROMPTS[:1], 16) == expected
     assert time.monotonic() - started < 4.5  # vLLM's own reader, not woken, looks again after 5 s
-    assert used["rank 0"] < 0.01 and used["rank 1"] < 0.01
+    # 0.7 % was seen where others had the cores too; a rank that spins takes all that it gets of one.
+    assert used["rank 0"] < 0.03 and used["rank 1"] < 0.03
 
 
 def test_a_killed_rank_ends_the_round_and_torchrun_starts_the_next(job: Job, ours: Endpoint) -> None:

@@ -25,7 +25,7 @@ from spmd_serve.errors import SpmdError
 from spmd_serve.flags import Flags
 from spmd_serve.report import report
 
-WORK_S = 1.5
+WORK_S = 5.0  # longer than a "patient" rank waits for others, which is longer than one is starved
 FOREVER_S = 60.0
 
 
@@ -63,7 +63,7 @@ def main(what: str, options: BatchOptions) -> int:
             patches.enter_context(mock.patch.object(owner, name, value))
 
         if what == "patient":
-            patch(job, "flags", dataclasses.replace(job.flags, join_timeout=0.5))
+            patch(job, "flags", dataclasses.replace(job.flags, join_timeout=3.0))
             patch(votes, "_LATER_S", 0.1)
             patch(store, "FIRST_WORD_S", 0.1)
             patch(batch_command, "prepare", slow(prepare))

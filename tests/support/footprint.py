@@ -15,7 +15,7 @@ from tests.support.waiting import wait_until
 SHARED = Path("/dev/shm")
 TIDY_S = 5.0  # for those who only clean up behind others: multiprocessing's resource tracker
 SPIN_S = 3.0
-END_S = 10.0  # 2 to 3 s where nothing else runs; another file of tests may run too
+END_S = 25.0  # 2 to 3 s where nothing else runs; another file of tests may run too
 LISTEN = "0A"  # in /proc/net/tcp
 
 
@@ -112,9 +112,10 @@ def _listening(pid: int) -> set[tuple[int, str]]:
 
 def _descriptors_of(pid: int) -> list[str]:
     targets = []
-    for entry in Path(f"/proc/{pid}/fd").glob("*"):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            targets.append(os.readlink(entry))
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+        for entry in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                targets.append(os.readlink(entry))
     return targets
 
 

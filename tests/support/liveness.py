@@ -21,6 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 GENERATION = "0123456789ab"
 PATIENCE_S = 20.0
 """Deadline of every wait for something that should come at once; only a broken run reaches it."""
+QUIET_S = 60.0
+"""--rank-timeout where a test names none: there nobody is lost by silence, however little time he gets."""
+GRACE_S = 3.0
+"""Room for a starved actor to tell its verdict before its watcher ends it."""
+GONE_S = 15.0
 
 
 class Actor:
@@ -108,6 +113,10 @@ class Actor:
         os.kill(self.pid, number)
         return at
 
+    def wait_stacks(self) -> None:
+        """Until its threads' stacks are in its log, to which the verdict has not waited for a starved one."""
+        wait_until(lambda: "hread 0x" in self.log.read_text(), PATIENCE_S, f"the stacks of pid {self.pid}")
+
     def close(self) -> None:
         """End it, whatever it does."""
         self.process.kill()
@@ -128,7 +137,8 @@ class Host:
         self.agent = subprocess.Popen(["sleep", "600"])
         job.note(self.agent.pid)
         self.ranks = [job.actor(f"rank{number}") for number in ranks]
-        self.address = self.ranks[0].do("start_watcher", self.agent.pid, 0, options)
+        limits = {"rank_timeout": QUIET_S, "grace_s": GRACE_S, **options}
+        self.address = self.ranks[0].do("start_watcher", self.agent.pid, 0, limits)
         for number, actor in zip(ranks, self.ranks, strict=True):
             self.watcher_pid = self.join(actor, "rank", f"rank {number}", number)
 
@@ -183,7 +193,7 @@ class Job:
         return host
 
     def config(self, node: int, port: int, **changes: Any) -> dict[str, Any]:
-        """The configuration of one node, with short times."""
+        """The configuration of one node."""
         values: dict[str, Any] = {
             "node": node,
             "hosts": tuple("abcdef"[: len(self.hosts)]),
@@ -191,8 +201,8 @@ class Job:
             "head_address": "127.0.0.1",
             "head_port": port,
             "generation": GENERATION,
-            "rank_timeout": 5.0,
-            "grace_s": 0.5,
+            "rank_timeout": QUIET_S,
+            "grace_s": GRACE_S,
             **changes,
         }
         return WatchConfig(**values).to_json()
@@ -208,24 +218,28 @@ class Job:
 
     def all_seen(self) -> bool:
         """Whether the head's watcher hears those of all hosts."""
-        view = self.hosts[0].ranks[0].link("view", 5.0)
+        view = self.hosts[0].ranks[0].link("view", PATIENCE_S)
         return all(host["seen_s_ago"] is not None for host in view["hosts"])
 
-    def all_gone(self, timeout_s: float) -> None:
+    def all_gone(self) -> None:
         """Wait until every process that was noted is gone, but the agents."""
         agents = {host.agent.pid for host in self.hosts}
-        assert_gone([process for process in self._noted if process.pid not in agents], timeout_s)
+        assert_gone([process for process in self._noted if process.pid not in agents], GONE_S)
+
+    def kill_actors(self) -> None:
+        """End those who would stay for the whole grace time."""
+        for actor in self._actors:
+            actor.process.kill()
 
     def close(self) -> None:
-        """End everything by pid; AssertionError when a watcher outlives its members by more than 2 s."""
+        """End everything by pid; AssertionError when a watcher outlives its members by more than 10 s."""
         for host in self.hosts:
             host.agent.kill()
             host.agent.wait()
-        for actor in self._actors:
-            actor.process.kill()
+        self.kill_actors()
         for actor in self._actors:
             actor.close()
-        assert_gone(self._noted, 2.5)
+        assert_gone(self._noted, 10.0)
 
     def __enter__(self) -> Self:
         return self
