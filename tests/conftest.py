@@ -24,6 +24,8 @@ if os.environ.pop("CI", None):
 MUST_SIMULATE_HOSTS = "TESTS_MUST_SIMULATE_HOSTS" in os.environ
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+# torch asks DNS for the name of each address that a store connects from or to; a lost answer costs 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
 @pytest.fixture(scope="session", autouse=True)
