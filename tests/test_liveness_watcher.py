@@ -11,7 +11,7 @@ import pytest
 
 from spmd_serve.liveness import End
 from tests.support.faults import frozen
-from tests.support.liveness import PATIENCE_S, Job
+from tests.support.liveness import PATIENCE_S, Actor, Host, Job
 from tests.support.processes import assert_gone, look
 from tests.support.view import fetch_view
 from tests.support.waiting import wait_until
@@ -221,12 +221,18 @@ def test_an_idle_loop_that_does_not_turn_is_hung_but_not_while_it_steps(job: Job
     assert verdict["at"] - at < 15.0
 
 
+def loaded(job: Job, step_timeout: float) -> tuple[Host, Actor]:
+    """A host of two ranks, and its engine core, whose ranks are loaded."""
+    host = job.host(0, 1)
+    engine = host.child("engine", "engine core")
+    job.configure(step_timeout=step_timeout)
+    engine.do("slot", "state", ["ready"])
+    return host, engine
+
+
 def test_an_engine_core_that_does_not_get_on_with_its_work_is_hung(job: Job) -> None:
     """Although it sends heartbeats; and no rank is in a step, which would explain it."""
-    host = job.host(0)
-    engine = host.child("engine", "engine core")
-    job.configure(step_timeout=0.5)
-    engine.do("slot", "state", ["ready"])
+    host, engine = loaded(job, step_timeout=0.5)
     engine.do("slot", "works", [])
     engine.do("slot", "waits", [])
     at = time.monotonic()
@@ -240,10 +246,7 @@ def test_an_engine_core_that_does_not_get_on_with_its_work_is_hung(job: Job) -> 
 
 
 def test_a_reply_that_never_comes_is_blamed_on_its_rank(job: Job) -> None:
-    host = job.host(0, 1)
-    engine = host.child("engine", "engine core")
-    job.configure(step_timeout=0.5)
-    engine.do("slot", "state", ["ready"])
+    host, engine = loaded(job, step_timeout=0.5)
     engine.do("slot", "awaits", [1])
     verdict = host.ranks[0].expect("verdict")
     assert verdict["cause"].startswith(
@@ -254,10 +257,7 @@ def test_a_reply_that_never_comes_is_blamed_on_its_rank(job: Job) -> None:
 
 def test_a_rank_that_hangs_explains_an_engine_core_that_waits_for_it(job: Job) -> None:
     """Also when that began to wait seconds before."""
-    host = job.host(0, 1)
-    engine = host.child("engine", "engine core")
-    job.configure(step_timeout=2.0)
-    engine.do("slot", "state", ["ready"])
+    host, engine = loaded(job, step_timeout=2.0)
     engine.do("slot", "awaits", [0])
     time.sleep(1.5)  # the rank's delay, to which 3 s more may be added before the engine core is to blame
     host.ranks[1].do("slot", "step_begin", [])

@@ -34,7 +34,10 @@ class DriverWatch:
         return cls(link, replica)
 
     def follow(self, replies: Iterable[Any], ranks: Iterable[int]) -> list[Any]:
-        """From now on note what the engine core's loop does; the `replies` of `ranks`, for which it waits."""
+        """From now on note what the engine core's loop does.
+
+        Returns the `replies` of `ranks` in a form in which it is also noted that one is waited for.
+        """
         slot = self.link.slot
         follow_engine_loop(slot.works, slot.waits)
         return [AwaitedReplies(source, rank, slot) for source, rank in zip(replies, ranks, strict=True)]

@@ -125,8 +125,9 @@ class Members:
 
     def table(self) -> list[Message]:
         """One row per member, for views and for the head's watcher."""
-        boards = [self._board.read(member.slot) if member.alive else None for member in self.all]
-        return [view.row(member, reading) for member, reading in zip(self.all, boards, strict=True)]
+        return [
+            view.row(member, self._board.read(member.slot) if member.alive else None) for member in self.all
+        ]
 
     def troubles(self) -> list[Message]:
         """The ranks of this host that are gone, stopped, stuck or idle for too long."""

@@ -22,7 +22,7 @@ from tests.support.waiting import Note, wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 STREAMS, PLAIN = 20, 5
-TOLD_WITHIN_S = 15.0  # 2 s on a quiet machine
+TOLD_WITHIN_S = 15.0  # 2 s are promised, 0.3 to 0.6 s were seen
 AGAIN_WITHIN_S = 180.0
 PAGES = ("/health", "/ready", "/topology")
 ASK = {"model": NAME, "prompt": "a", "max_tokens": 1}
