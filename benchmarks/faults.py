@@ -21,14 +21,14 @@ from tests.conftest import SEEN
 
 ROOT = Path(__file__).resolve().parents[1]
 SET = (
-    "tests/test_recovery.py",
+    "tests/process/job/test_recovery.py",
     "tests/e2e/test_restarts.py",
     "tests/e2e/test_elastic.py",
     "tests/e2e/test_faults.py",
     "tests/e2e/test_clients.py",
     "tests/e2e/test_coordinator.py",
     "tests/e2e/test_probes.py",
-    "tests/test_probe_port.py",
+    "tests/process/job/test_probe_port.py",
 )
 ROUND_S = 3600
 """A round that takes longer is ended, and is no round."""

@@ -34,8 +34,8 @@ def timed(run: Callable[..., Awaitable[Any]], path: str) -> Callable[..., Awaita
 
 
 def batch(path: str, *arguments: str) -> None:
-    from spmd_serve import batch_command
     from spmd_serve.batch.handlers import run_batch_with_engine
+    from spmd_serve.commands import batch as batch_command
     from spmd_serve.main import main
 
     # Rank 0's child is forked from here.

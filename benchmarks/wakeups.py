@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_serve.engine.gloo_devices import free_gloo_threads
-from spmd_serve.process import die_with_parent
+from spmd_serve.system.process import die_with_parent
 
 WORLD = 2
 DEADLINE_S = 120.0

@@ -7,10 +7,10 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from spmd_serve import log
+from spmd_serve.config.flags import Early, parse_early
 from spmd_serve.errors import ExitCode, SpmdError
-from spmd_serve.flags import Early, parse_early
-from spmd_serve.report import report
+from spmd_serve.system import log
+from spmd_serve.system.report import report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,10 +41,10 @@ def run(early: Early) -> int:
         print(f"spmd_serve {own_version()}")
         return ExitCode.OK
     if early.subcommand == "serve":
-        from spmd_serve.serve import serve
+        from spmd_serve.commands.serve import serve
 
         return serve(early)
-    from spmd_serve.batch_command import batch
+    from spmd_serve.commands.batch import batch
 
     return batch(early)
 

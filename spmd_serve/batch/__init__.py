@@ -9,10 +9,10 @@ endpoints.
 """
 
 from spmd_serve.batch.handlers import run_batch_with_engine
-from spmd_serve.batch.lines import BatchLine
 from spmd_serve.batch.loop import Answer, finish_batch, run_batch
 from spmd_serve.batch.options import BatchOptions
 from spmd_serve.batch.prepare import Launch, Prepared, prepare
+from spmd_serve.batch.request_lines import BatchLine
 
 __all__ = [
     "Answer",

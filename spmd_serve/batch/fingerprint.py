@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from spmd_serve.batch.options import BatchOptions
-from spmd_serve.flags import Flags
+from spmd_serve.config.flags import Flags
 
 # Where and how fast it runs, who may watch: may change between two runs on one output.
 # A flag not named here counts.

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from spmd_serve.batch import prepare as preparation
-from spmd_serve.batch.lines import BatchLine, error_output
 from spmd_serve.batch.loop import DRAIN_S, WINDOW, run_batch
 from spmd_serve.batch.options import BatchOptions
 from spmd_serve.batch.prepare import Prepared
+from spmd_serve.batch.request_lines import BatchLine, error_output
 from spmd_serve.errors import ExitCode, PeerLost, UsageError
 
 COMPLETIONS = "/v1/completions"
@@ -59,7 +59,7 @@ def open_engine(args: argparse.Namespace) -> AbstractAsyncContextManager[Any]:
     """vLLM's engine client for the command line, as an async context manager."""
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 
-    from spmd_serve.engine.seam import check_batch
+    from spmd_serve.engine.vllm_compat import check_batch
 
     check_batch()  # imports what answers too: now, not when all ranks are ready
     client: AbstractAsyncContextManager[Any] = build_async_engine_client(args)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 
-from spmd_serve.batch import swap
+from spmd_serve.batch import rewrite
 from spmd_serve.batch.lock import GRACE_S, open_locked, this_process, unlock
 from spmd_serve.batch.records import HOLDER_SIZE, LONGEST_ANSWER, RECORD_SIZE, Header, Holder, Record
 from spmd_serve.batch.recovery import inspect, read_records
@@ -161,7 +161,7 @@ class Journal:
         )
 
     def _begin(self, header: Header) -> None:
-        for leftover in swap.leftovers(self.path):
+        for leftover in rewrite.leftovers(self.path):
             os.unlink(leftover)
         os.ftruncate(self._state, HOLDER_SIZE)  # first the state: an output without one is never trusted
         os.ftruncate(self._out, 0)
@@ -169,14 +169,14 @@ class Journal:
         _write_at(self._state, line, HOLDER_SIZE)
         self._start = self._state_end = HOLDER_SIZE + len(line)
         os.fsync(self._state)
-        swap.sync_directory(self.path)
+        rewrite.sync_directory(self.path)
 
     def _resume(self, before: Header, start: int, now: Header, retry_failed: bool) -> None:
         if changes := before.changes(now):
             raise UsageError(
                 f"{self.path} was begun otherwise: {'; '.join(changes)}: run it as before, or {_RESTART}"
             )
-        if swap.finish(self.path, before):
+        if rewrite.finish(self.path, before):
             os.close(self._out)
             self._out = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         self._start = start
@@ -231,7 +231,7 @@ class Journal:
     def _rewrite(self, pieces: Iterable[tuple[Record, int]]) -> None:
         header, _ = self._read_header()
         assert header is not None
-        new = swap.rewrite(self.path, self._out, self._state, header, pieces)
+        new = rewrite.rewrite(self.path, self._out, self._state, header, pieces)
         unlock(self._state)
         os.close(self._state)
         os.close(self._out)

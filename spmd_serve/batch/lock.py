@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 from spmd_serve.batch.records import HOLDER_SIZE, Holder
 from spmd_serve.errors import UsageError
-from spmd_serve.flags import host_name
+from spmd_serve.system.network import host_name
 
 GRACE_S = 3.0
 """Seconds to wait for a holder that may be dying: torchrun starts a new run as soon as it killed the old."""

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_serve.batch import prepare as preparation
-from spmd_serve.batch.lines import (
+from spmd_serve.batch.options import BatchOptions
+from spmd_serve.batch.prepare import Launch, Prepared
+from spmd_serve.batch.progress import Progress, display_for
+from spmd_serve.batch.prompts import parse_prompt, plain_output
+from spmd_serve.batch.records import Record
+from spmd_serve.batch.request_lines import (
     BadLine,
     BatchLine,
     Outcome,
@@ -19,14 +24,9 @@ from spmd_serve.batch.lines import (
     parse_line,
     with_line_number,
 )
-from spmd_serve.batch.options import BatchOptions
-from spmd_serve.batch.plain import parse_prompt, plain_output
-from spmd_serve.batch.prepare import Launch, Prepared
-from spmd_serve.batch.progress import Progress, display_for
-from spmd_serve.batch.records import Record
 from spmd_serve.batch.seen import IdTable, digest_of
 from spmd_serve.errors import ExitCode, SpmdError, UsageError
-from spmd_serve.signals import Echo
+from spmd_serve.system.signals import Echo
 
 Answer = Callable[[BatchLine], Awaitable[dict[str, Any]]]
 """Gives the OpenAI output object (id, custom_id, response, error) of one line.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TextIO
 
-from spmd_serve.batch.lines import Outcome
+from spmd_serve.batch.request_lines import Outcome
 
 LOG_EVERY_S = 10.0
 BAR_EVERY_S = 0.5

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from spmd_serve.errors import PeerLost, SpmdError
-from spmd_serve.messages import DEFAULT_MAX_BYTES, VERSION, Buffer, Kind
+from spmd_serve.wire.frames import DEFAULT_MAX_BYTES, VERSION, Buffer, Kind
 
 # Waits are cut into slices, so that signal handlers run and shutdown() is seen. A slice costs about 0.35 ms
 # of CPU in gloo (it builds a C++ stack trace): four a second are 0.15 % of a core.

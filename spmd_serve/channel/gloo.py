@@ -16,9 +16,9 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from spmd_serve.channel.base import ChannelSpec, Say
-from spmd_serve.channel.group_broadcast import SEND_TIMEOUT_S, BroadcastInbox, BroadcastOutbox
+from spmd_serve.channel.broadcast import SEND_TIMEOUT_S, BroadcastInbox, BroadcastOutbox
 from spmd_serve.errors import PeerLost, UsageError
-from spmd_serve.store import wait_keys
+from spmd_serve.rendezvous.store import wait_keys
 
 FOREVER = timedelta(
     days=36500

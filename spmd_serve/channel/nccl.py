@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from spmd_serve import codec
 from spmd_serve.channel.base import SLICE_S, ChannelClosed, ChannelSpec, Ring, RingReader
-from spmd_serve.channel.group_broadcast import BroadcastOutbox
+from spmd_serve.channel.broadcast import BroadcastOutbox
 from spmd_serve.channel.relay import END
 from spmd_serve.channel.reply import ReplyInbox
 from spmd_serve.errors import PeerLost, SpmdError
-from spmd_serve.messages import Buffer, Kind
+from spmd_serve.wire import codec
+from spmd_serve.wire.frames import Buffer, Kind
 
 _POLL_S = 50e-6  # between bell and arrival; short, and not on the GPU
 

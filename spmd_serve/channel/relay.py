@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from spmd_serve import codec
 from spmd_serve.channel.base import ChannelClosed, ChannelStopped, Deadline, Ring, RingReader
+from spmd_serve.wire import codec
 
 END = b""
 _FULL_S = 0.005

@@ -13,10 +13,10 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from spmd_serve import codec
 from spmd_serve.channel.base import ChannelClosed, ChannelStopped, Deadline
 from spmd_serve.errors import PeerLost
-from spmd_serve.messages import (
+from spmd_serve.wire import codec
+from spmd_serve.wire.frames import (
     DEFAULT_MAX_BYTES,
     HEADER,
     BadFrame,

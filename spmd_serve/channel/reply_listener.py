@@ -11,8 +11,8 @@ from contextlib import suppress
 from spmd_serve.channel.base import Deadline, Say
 from spmd_serve.channel.reply import CHALLENGE_BYTES, FrameSocket, ReplyInbox, prepare, seals
 from spmd_serve.errors import PeerLost
-from spmd_serve.messages import DEFAULT_MAX_BYTES, BadFrame, FrameReader, FrameWriter, Kind
-from spmd_serve.store import Wait
+from spmd_serve.rendezvous.store import Wait
+from spmd_serve.wire.frames import DEFAULT_MAX_BYTES, BadFrame, FrameReader, FrameWriter, Kind
 
 _HELLO_MAX_BYTES = 4096
 _HELLO_S = 10.0  # a stranger that says nothing is dropped after this

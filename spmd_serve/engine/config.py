@@ -15,12 +15,13 @@ from vllm.entrypoints.launchers.cli_args import (
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from spmd_serve import config_file
-from spmd_serve import flags as our_flags
-from spmd_serve.control import ADDITIONAL_CONFIG_KEY, ControlSpec
-from spmd_serve.elastic import AUTO
+from spmd_serve.config import config_file
+from spmd_serve.config import flags as our_flags
+from spmd_serve.config.endpoints import Endpoint
+from spmd_serve.config.flags import AUTO
+from spmd_serve.config.job_spec import ADDITIONAL_CONFIG_KEY, ControlSpec
 from spmd_serve.errors import UsageError
-from spmd_serve.load_balancing import Endpoint
+from spmd_serve.system.network import host_name
 from spmd_serve.topology import Layout
 
 DEFAULT_SHUTDOWN_TIMEOUT_S = 20
@@ -129,7 +130,7 @@ def _check_parser(
     plugin_flag, path = plugin
     if path:
         if path.endswith(".py") and not os.path.isfile(path):
-            raise UsageError(f"{plugin_flag} {path} does not exist on {our_flags.host_name()}")
+            raise UsageError(f"{plugin_flag} {path} does not exist on {host_name()}")
         load(path)
     if name and name not in registered():
         raise UsageError(f"{flag} {name} is unknown: vLLM has {', '.join(sorted(registered()))}")

@@ -10,18 +10,18 @@ import signal
 import threading
 from typing import Any
 
-from spmd_serve.control import ControlSpec
-from spmd_serve.engine import seam
+from spmd_serve.config.job_spec import ControlSpec
+from spmd_serve.engine import vllm_compat
 from spmd_serve.liveness import WatcherLink, keep_answering
-from spmd_serve.process import die_with_parent
-from spmd_serve.signals import ENDING
+from spmd_serve.system.process import die_with_parent
+from spmd_serve.system.signals import ENDING
 
 NAME = "coordinator of replicas"
 
 
 def watch_coordinators(spec: ControlSpec) -> None:
     """From now on a coordinator that vLLM starts below this process, by fork or spawn, is a member."""
-    seam.run_coordinators_by(functools.partial(run, spec), ENDING)
+    vllm_compat.run_coordinators_by(functools.partial(run, spec), ENDING)
 
 
 def run(spec: ControlSpec, /, **given: Any) -> None:
@@ -32,7 +32,7 @@ def run(spec: ControlSpec, /, **given: Any) -> None:
     hello = {"kind": "coordinator", "name": NAME, "rank": None}
     link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=keep_answering)
     threading.Thread(target=_leave_with_parents_leave, args=(link,), name="signals", daemon=True).start()
-    seam.run_coordinator(**given)
+    vllm_compat.run_coordinator(**given)
 
 
 def _leave_with_parents_leave(link: WatcherLink) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 
 import vllm.envs as envs
 
-from spmd_serve import codec
 from spmd_serve.channel.base import ChannelClosed
 from spmd_serve.channel.gloo import open_outbox
-from spmd_serve.channel.local import OwnLine
+from spmd_serve.channel.in_process import OwnLine
 from spmd_serve.channel.nccl import BellOutbox
 from spmd_serve.channel.plan import driver_node
 from spmd_serve.channel.reply_listener import ReplyListener
-from spmd_serve.control import ControlSpec
-from spmd_serve.engine.rank_channel import (
+from spmd_serve.config.job_spec import ControlSpec
+from spmd_serve.engine.shm_ring import RingInbox, RingOutbox
+from spmd_serve.engine.worker_channel import (
     HEARTBEAT,
     STOP,
     channel_plan,
@@ -25,12 +25,12 @@ from spmd_serve.engine.rank_channel import (
     loaded_key,
     ring_key,
 )
-from spmd_serve.engine.ring import RingInbox, RingOutbox
 from spmd_serve.errors import PeerLost
 from spmd_serve.liveness import BoardSlot, NullSlot
-from spmd_serve.rendezvous import connect_store, get_json, put_json, wait_keys
-from spmd_serve.store import FOREVER_S
+from spmd_serve.rendezvous.join import connect_store, get_json, put_json, wait_keys
+from spmd_serve.rendezvous.store import FOREVER_S
 from spmd_serve.topology import RankInfo
+from spmd_serve.wire import codec
 
 logger = logging.getLogger(__name__)
 

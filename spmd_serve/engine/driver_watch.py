@@ -4,10 +4,10 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from spmd_serve.control import ControlSpec
-from spmd_serve.engine.seam import follow_engine_loop
+from spmd_serve.config.job_spec import ControlSpec
+from spmd_serve.engine.vllm_compat import follow_engine_loop
 from spmd_serve.liveness import BoardSlot, Verdict, WatcherLink
-from spmd_serve.process import die_with_parent
+from spmd_serve.system.process import die_with_parent
 
 _ENGINE_CORE_LOGGER = "vllm.v1.engine.core"
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import vllm.envs as envs
 
-from spmd_serve.control import ADDITIONAL_CONFIG_KEY, ControlSpec
+from spmd_serve.config.job_spec import ADDITIONAL_CONFIG_KEY, ControlSpec
 from spmd_serve.engine.driver_channel import DriverChannel
 from spmd_serve.engine.driver_watch import DriverWatch
-from spmd_serve.engine.seam import MultiprocExecutor
+from spmd_serve.engine.vllm_compat import MultiprocExecutor
 from spmd_serve.errors import UsageError
 
 logger = logging.getLogger(__name__)

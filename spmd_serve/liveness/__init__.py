@@ -3,10 +3,10 @@
 Stdlib only, so that a watcher is forked before anything heavy is imported.
 """
 
-from spmd_serve.liveness.board import BoardSlot, NullSlot
-from spmd_serve.liveness.link import WatcherLink, keep_answering
-from spmd_serve.liveness.records import End, Verdict, WatchConfig
-from spmd_serve.liveness.start import spawn_watcher, start_watcher, watcher_address
+from spmd_serve.liveness.client import WatcherLink, keep_answering
+from spmd_serve.liveness.protocol import End, Verdict, WatchConfig
+from spmd_serve.liveness.spawn import spawn_watcher, start_watcher, watcher_address
+from spmd_serve.liveness.status_table import BoardSlot, NullSlot
 
 __all__ = [
     "BoardSlot",

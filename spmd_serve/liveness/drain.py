@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from spmd_serve.liveness.followers import Followers
-from spmd_serve.liveness.records import Message
+from spmd_serve.wire.lines import Message
 
 if TYPE_CHECKING:
     from spmd_serve.liveness.watcher import Watcher

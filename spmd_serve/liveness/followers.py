@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from spmd_serve.liveness.loop import Conn
-from spmd_serve.liveness.records import Message
-from spmd_serve.liveness.wire import pack
+from spmd_serve.liveness.event_loop import Conn
+from spmd_serve.wire.lines import Message, pack
 
 _REPORT_S = 3.0
 """How much later than promised a follower may say that nothing runs any more."""

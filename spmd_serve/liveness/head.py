@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from spmd_serve.liveness import words
-from spmd_serve.liveness.judge import Accusation, Weight, host_key, patience_s
-from spmd_serve.liveness.loop import Conn, Loop, log
-from spmd_serve.liveness.records import End, Message, WatchConfig, beat_s
-from spmd_serve.liveness.wire import BadLine, Seal, pack
+from spmd_serve.liveness import descriptions
+from spmd_serve.liveness.event_loop import Conn, Loop, log
+from spmd_serve.liveness.protocol import End, WatchConfig, beat_s
+from spmd_serve.liveness.root_cause import Accusation, Weight, host_key, patience_s
+from spmd_serve.wire.lines import BadLine, Message, Seal, pack
 
 HELLO_BYTES = 4096
 _STRANGERS = 64
@@ -117,13 +117,13 @@ class Head:
         if config is None or self._court.over:
             return
         for number in range(1, len(config.hosts)):
-            where = words.host(config.hosts[number], config.ranks[number])
+            where = descriptions.host(config.hosts[number], config.ranks[number])
             node = self.nodes.get(number)
             if node is None:
                 if now - self._configured_at > config.join_timeout:
-                    self._accuse(number, words.not_joined(where, config.join_timeout), None)
+                    self._accuse(number, descriptions.not_joined(where, config.join_timeout), None)
             elif not node.left and now - node.heard > silence_s(config.rank_timeout):
-                self._accuse(number, words.host_silent(where, now - node.heard), now - node.heard)
+                self._accuse(number, descriptions.host_silent(where, now - node.heard), now - node.heard)
 
     def _accuse(self, number: int, cause: str, age_s: float | None) -> None:
         assert self._config is not None
@@ -216,10 +216,12 @@ class Head:
         self._check_end()
         if not left and not self._court.over:
             assert self._config is not None
-            where = words.host(self._config.hosts[node.number], self._config.ranks[node.number])
+            where = descriptions.host(self._config.hosts[node.number], self._config.ranks[node.number])
             log(f"the connection from {where} is closed{f': {reason}' if reason else ''}")
             silent_s = self._court.now - node.heard
-            self._accuse(node.number, words.host_lost(where, silent_s, self._config.rank_timeout), silent_s)
+            self._accuse(
+                node.number, descriptions.host_lost(where, silent_s, self._config.rank_timeout), silent_s
+            )
 
     def _drop(self, stranger: Node, reason: str) -> None:
         stranger.conn.close()

@@ -8,17 +8,17 @@ import struct
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from spmd_serve.liveness import view, words
-from spmd_serve.liveness.board import Board, SlotReading
+from spmd_serve.liveness import descriptions, status
+from spmd_serve.liveness.event_loop import Conn, Loop, log
 from spmd_serve.liveness.followers import Follower, Followers
-from spmd_serve.liveness.judge import Accusation, Weight
-from spmd_serve.liveness.loop import Conn, Loop, log
-from spmd_serve.liveness.proc import OomCounter, ProcFile, ProcStat, catches, ending_of
-from spmd_serve.liveness.progress import TROUBLES, Limits, Progress, Sighting, Trouble
-from spmd_serve.liveness.records import KINDS, STACKS_SIGNAL, Hello, Message
+from spmd_serve.liveness.hang import TROUBLES, Limits, Progress, Sighting, Trouble
+from spmd_serve.liveness.procfs import OomCounter, ProcFile, ProcStat, catches, ending_of
+from spmd_serve.liveness.protocol import KINDS, STACKS_SIGNAL, Hello
+from spmd_serve.liveness.root_cause import Accusation, Weight
 from spmd_serve.liveness.stacks import ask_in_turn
-from spmd_serve.liveness.wire import BadLine, pack, unpack
-from spmd_serve.process import has_ended, open_pidfd, send_signal
+from spmd_serve.liveness.status_table import Board, SlotReading
+from spmd_serve.system.process import has_ended, open_pidfd, send_signal
+from spmd_serve.wire.lines import BadLine, Message, pack, unpack
 
 
 class Court(Protocol):
@@ -126,7 +126,7 @@ class Members:
     def table(self) -> list[Message]:
         """One row per member, for views and for the head's watcher."""
         return [
-            view.row(member, self._board.read(member.slot) if member.alive else None) for member in self.all
+            status.row(member, self._board.read(member.slot) if member.alive else None) for member in self.all
         ]
 
     def troubles(self) -> list[Message]:
@@ -223,7 +223,9 @@ class Members:
         elif kind == "failed":
             if not member.excused:
                 weight = Weight.PEER if message.get("peer") else Weight.OWN
-                self._accuse(member, "end", weight, words.said(self._who(member), str(message["cause"])))
+                self._accuse(
+                    member, "end", weight, descriptions.said(self._who(member), str(message["cause"]))
+                )
             member.excused = True
         else:
             self._court.request(member, message)
@@ -259,19 +261,21 @@ class Members:
     def _accuse_trouble(self, member: Member, trouble: Trouble, for_s: float, reading: SlotReading) -> None:
         who, awaited = self._who(member), reading.awaits
         if trouble == "stopped":
-            self._accuse(member, trouble, Weight.OWN, words.stopped(who, for_s), for_s)
+            self._accuse(member, trouble, Weight.OWN, descriptions.stopped(who, for_s), for_s)
         elif trouble == "stuck":
-            self._accuse(member, trouble, Weight.HUNG, words.stuck(who, reading.done + 1, for_s), for_s)
+            self._accuse(
+                member, trouble, Weight.HUNG, descriptions.stuck(who, reading.done + 1, for_s), for_s
+            )
         elif trouble == "stalled" and awaited is not None:
             host = self._court.host_of(awaited)
-            cause = words.owes_reply(awaited, host, who, for_s)
+            cause = descriptions.owes_reply(awaited, host, who, for_s)
             self._accuse(member, trouble, Weight.IDLE_DRIVER, cause, for_s, (awaited, host))
         elif trouble == "stalled":
-            self._accuse(member, trouble, Weight.IDLE_DRIVER, words.stalled(who, for_s), for_s)
+            self._accuse(member, trouble, Weight.IDLE_DRIVER, descriptions.stalled(who, for_s), for_s)
         else:
             driver = member.hello.kind != "rank"
             weight = Weight.IDLE_DRIVER if driver else Weight.IDLE
-            cause = words.silent(who, for_s) if driver else words.idle(who, for_s)
+            cause = descriptions.silent(who, for_s) if driver else descriptions.idle(who, for_s)
             self._accuse(member, trouble, weight, cause, for_s)
 
     def _died(self, member: Member) -> None:
@@ -285,7 +289,7 @@ class Members:
             ending = ending_of(member.pidfd, member.stat)
             out_of_memory = (ending is None or ending.signal == signal.SIGKILL) and self._oom.has_risen()
             polite = ending is None or ending.signal in (None, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-            cause = words.ended(self._who(member), ending, out_of_memory)
+            cause = descriptions.ended(self._who(member), ending, out_of_memory)
             self._court.somebody_died()
             self._accuse(member, "end", Weight.WORDLESS if polite else Weight.OWN, cause)
         self._loop.forget(member.pidfd)
@@ -316,4 +320,4 @@ class Members:
         return f"{self._court.host} {member.pid} {what}"
 
     def _who(self, member: Member) -> str:
-        return words.member(member.hello.name, member.pid, self._court.host)
+        return descriptions.member(member.hello.name, member.pid, self._court.host)

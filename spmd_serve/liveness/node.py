@@ -7,14 +7,14 @@ import selectors
 import socket
 from typing import Protocol
 
-from spmd_serve.liveness import words
+from spmd_serve.liveness import descriptions
 from spmd_serve.liveness.drain import Drain
+from spmd_serve.liveness.event_loop import Conn, Loop, log
 from spmd_serve.liveness.head import HELLO_BYTES, silence_s
-from spmd_serve.liveness.judge import HEAD_KEY, Accusation, Weight
-from spmd_serve.liveness.loop import Conn, Loop, log
-from spmd_serve.liveness.records import End, Message, Verdict, WatchConfig
+from spmd_serve.liveness.protocol import End, Verdict, WatchConfig
+from spmd_serve.liveness.root_cause import HEAD_KEY, Accusation, Weight
 from spmd_serve.liveness.serving import Serving
-from spmd_serve.liveness.wire import BadLine, Seal, unpack
+from spmd_serve.wire.lines import BadLine, Message, Seal, unpack
 
 _CONNECT_S = 3.0
 _AGAIN_S = 0.3
@@ -72,21 +72,23 @@ class Uplink:
         if self.is_joined:
             if now - self._heard > silence_s(config.rank_timeout):
                 self._accuse(
-                    words.host_silent(f"the head, {self._head()}", now - self._heard), now - self._heard
+                    descriptions.host_silent(f"the head, {self._head()}", now - self._heard),
+                    now - self._heard,
                 )
         elif not self._was_joined:
             if now - self._since > config.join_timeout:
-                where = words.host(config.hosts[config.node], config.ranks[config.node])
+                where = descriptions.host(config.hosts[config.node], config.ranks[config.node])
                 address, port = config.head_address, config.head_port
                 limit = config.join_timeout
                 self._accuse(
-                    words.head_unreachable(where, self._head(), address, port, limit, self._reason), None
+                    descriptions.head_unreachable(where, self._head(), address, port, limit, self._reason),
+                    None,
                 )
             elif self._conn is None and now >= self._next_try:
                 self._try()
 
     def _head(self) -> str:
-        return words.host(self._config.hosts[0], self._config.ranks[0])
+        return descriptions.host(self._config.hosts[0], self._config.ranks[0])
 
     def _accuse(self, cause: str, age_s: float | None) -> None:
         ranks = self._config.ranks[0]
@@ -192,4 +194,4 @@ class Uplink:
             log(f"the connection to the head is closed{f': {reason}' if reason else ''}")
             silent_s = self._court.now - self._heard
             where = f"the head, {self._head()}"
-            self._accuse(words.host_lost(where, silent_s, self._config.rank_timeout), silent_s)
+            self._accuse(descriptions.host_lost(where, silent_s, self._config.rank_timeout), silent_s)

@@ -10,8 +10,8 @@ import socket
 from typing import Any, Protocol
 
 from spmd_serve.liveness import metrics
-from spmd_serve.liveness.loop import Conn, Loop
-from spmd_serve.liveness.records import Message
+from spmd_serve.liveness.event_loop import Conn, Loop
+from spmd_serve.wire.lines import Message
 
 _LONGEST_LINE = 8192
 _MOST_LINES = 100

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from spmd_serve.liveness.records import Message, Verdict
+from spmd_serve.liveness.protocol import Verdict
+from spmd_serve.wire.lines import Message
 
 _FILE = "spmd_serve.failures"
 

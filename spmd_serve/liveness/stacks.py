@@ -5,8 +5,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from spmd_serve.liveness.records import STACKS_SIGNAL
-from spmd_serve.process import send_signal
+from spmd_serve.liveness.protocol import STACKS_SIGNAL
+from spmd_serve.system.process import send_signal
 
 GAP_S = 0.1
 """Time for one process to write: at once they would mix their lines where they share a log."""

@@ -5,19 +5,20 @@ import socket
 import time
 from collections.abc import Callable
 
-from spmd_serve.liveness import view
+from spmd_serve.liveness import status
+from spmd_serve.liveness.ancestors import Family
 from spmd_serve.liveness.drain import Drain
-from spmd_serve.liveness.family import Family
+from spmd_serve.liveness.event_loop import Loop, log
+from spmd_serve.liveness.hang import Limits
 from spmd_serve.liveness.head import Head
-from spmd_serve.liveness.judge import HEAD_KEY, Accusation, Jury, LivedClock, Weight
-from spmd_serve.liveness.loop import Loop, log
 from spmd_serve.liveness.members import Member, Members
 from spmd_serve.liveness.node import Uplink
 from spmd_serve.liveness.probe import Probe
-from spmd_serve.liveness.progress import Limits
-from spmd_serve.liveness.records import End, Message, Verdict, WatchConfig, beat_s
+from spmd_serve.liveness.protocol import End, Verdict, WatchConfig, beat_s
+from spmd_serve.liveness.root_cause import HEAD_KEY, Accusation, Jury, LivedClock, Weight
 from spmd_serve.liveness.serving import Serving
-from spmd_serve.torchrun_env import job_folder
+from spmd_serve.system.torchrun_env import job_folder
+from spmd_serve.wire.lines import Message
 
 _LAST_WORDS_S = 1.0
 """How long the watcher stays without members, to hear the verdict on their deaths or to find it."""
@@ -321,7 +322,7 @@ class Watcher:
 
     def view(self) -> Message:
         """The job as this watcher sees it."""
-        return view.build(self)
+        return status.build(self)
 
     def troubles(self) -> list[Message]:
         """See `Members.troubles`."""

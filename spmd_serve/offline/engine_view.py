@@ -10,9 +10,9 @@ from typing import Any
 
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from spmd_serve.offline.calls import own_call
+from spmd_serve.offline.call_check import own_call
 from spmd_serve.offline.session import Session
-from spmd_serve.offline.spread import combine
+from spmd_serve.offline.split_prompts import combine
 
 
 class ExecutorView:

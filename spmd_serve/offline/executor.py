@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from spmd_serve.channel.base import ChannelClosed
-from spmd_serve.channel.local import OwnLine
-from spmd_serve.control import ControlSpec
+from spmd_serve.channel.in_process import OwnLine
+from spmd_serve.config.job_spec import ControlSpec
 from spmd_serve.engine.driver_channel import DriverChannel
 from spmd_serve.engine.executor import TorchrunExecutor
 from spmd_serve.liveness import NullSlot
-from spmd_serve.offline.shard_thread import ShardThread
+from spmd_serve.offline.worker_thread import ShardThread
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from spmd_serve.offline import options
-from spmd_serve.offline.calls import own_call
+from spmd_serve.offline.call_check import own_call
 from spmd_serve.offline.engine_view import EngineView
 from spmd_serve.offline.session import Session
-from spmd_serve.offline.spread import PROMPTS, combine, gather, spread
+from spmd_serve.offline.split_prompts import PROMPTS, combine, gather, spread
 
 _NOT_COLLECTIVE = ("get_tokenizer", "get_world_size", "get_default_sampling_params", "from_engine_args")
 _PARAMS = ("sampling_params", "pooling_params", "params")

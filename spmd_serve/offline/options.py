@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from spmd_serve import flags as our_flags
+from spmd_serve.config import flags as our_flags
+from spmd_serve.config.flags import Flags
 from spmd_serve.errors import UsageError
-from spmd_serve.flags import Flags
 from spmd_serve.topology import Layout
 
 OUTPUTS_ON = ("all", "driver")

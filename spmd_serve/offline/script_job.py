@@ -20,16 +20,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, NoReturn, Protocol, Self
 
+from spmd_serve.config.flags import Flags
 from spmd_serve.errors import ExitCode, PeerLost, SpmdError, UsageError, is_of_a_peer
-from spmd_serve.flags import Flags
-from spmd_serve.job import GRACE_S, Job
+from spmd_serve.job.job import GRACE_S, Job
 from spmd_serve.liveness import Verdict, WatcherLink, spawn_watcher, watcher_address
-from spmd_serve.liveness.records import STACKS_SIGNAL
-from spmd_serve.liveness.scratch import use_scratch
-from spmd_serve.process import die_with_parent
-from spmd_serve.rendezvous import Membership, connect_store
-from spmd_serve.report import report
-from spmd_serve.torchrun_env import TorchrunEnv, error_file
+from spmd_serve.liveness.cleanup import use_scratch
+from spmd_serve.liveness.protocol import STACKS_SIGNAL
+from spmd_serve.rendezvous.join import Membership, connect_store
+from spmd_serve.system.process import die_with_parent
+from spmd_serve.system.report import report
+from spmd_serve.system.torchrun_env import TorchrunEnv, error_file
 
 _VERDICT_S = 4.0
 _YIELD_S = 1.0

@@ -15,27 +15,27 @@ import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from spmd_serve import cores, log
-from spmd_serve.agreement import agree, collect
-from spmd_serve.channel.local import OwnLine
-from spmd_serve.control import ControlSpec, leave_steps_to_the_watcher
-from spmd_serve.engine import seam
+from spmd_serve.channel.in_process import OwnLine
+from spmd_serve.config.job_spec import ControlSpec, leave_steps_to_the_watcher
+from spmd_serve.engine import vllm_compat
 from spmd_serve.engine.config import refusals
 from spmd_serve.engine.executor import TorchrunExecutor
-from spmd_serve.engine.shard import place_config
+from spmd_serve.engine.worker_proc import place_config
 from spmd_serve.errors import PeerLost, SpmdError, UsageError
 from spmd_serve.offline import options as given
-from spmd_serve.offline import world
-from spmd_serve.offline.calls import Call, OwnCall
+from spmd_serve.offline import process_group
+from spmd_serve.offline.call_check import Call, OwnCall
+from spmd_serve.offline.call_sync import Lines, OutOfStep, open_lines
 from spmd_serve.offline.executor import ScriptExecutor, Seat
-from spmd_serve.offline.lines import Lines, OutOfStep, open_lines
-from spmd_serve.offline.lockstep import Lockstep
+from spmd_serve.offline.moe_lockstep import Lockstep
 from spmd_serve.offline.options import Options
-from spmd_serve.offline.outcome import Outcome, allow_answers
+from spmd_serve.offline.result import Outcome, allow_answers
 from spmd_serve.offline.script_job import ScriptJob
-from spmd_serve.offline.shard_thread import OWN_CALL, ShardThread
-from spmd_serve.spinning import may_spin
-from spmd_serve.store import FOREVER_S
+from spmd_serve.offline.worker_thread import OWN_CALL, ShardThread
+from spmd_serve.rendezvous.preflight import agree, collect
+from spmd_serve.rendezvous.store import FOREVER_S
+from spmd_serve.system import cores, log
+from spmd_serve.system.busy_poll import may_spin
 from spmd_serve.topology import Layout
 
 HEARTBEAT_S = 2.0
@@ -86,12 +86,12 @@ class Session:
         with job.voting("the arguments of LLM()"):
             given.refuse(engine, _ENGINE_DEFAULTS)
             layout = self.options.layout(cluster.ranks_per_node, cluster.hosts)
-            world.check_own(membership.me, cluster)
+            process_group.check_own(membership.me, cluster)
         shown = {
             **engine,
             **dict(self.options.given),
             "outputs_on": self.options.outputs_on,
-            "default process group": world.describe_own(),
+            "default process group": process_group.describe_own(),
         }
         ignore = ("seed", "disable_log_stats") if self.options.external else ("disable_log_stats",)
         fingerprint = collect(shown, os.environ, str(engine["model"]), ignore=ignore)
@@ -102,7 +102,7 @@ class Session:
         """vLLM's configuration for this rank's shard; vLLM checks everything that it can without loading."""
         config = None
         with self._job.voting("the engine's configuration"):
-            seam.check()
+            vllm_compat.check()
             arguments = {**given.engine_only(engine), **self._sizes()}
             config = _build(arguments)
             if config.model_config.is_moe and self.options.given["dp"] not in (None, 1):
@@ -131,7 +131,7 @@ class Session:
         own = OwnLine(copies=self.config.max_concurrent_batches > 1) if self.is_driver else None
         job.link.slot.state("loading")
         place_config(self.config, spec, self.me)
-        world.ensure(self.config, membership.store, self.me, membership.cluster)
+        process_group.ensure(self.config, membership.store, self.me, membership.cluster)
         together = self.config.parallel_config.data_parallel_size > 1
         if together:
             self.lockstep = Lockstep([self.layout.first_rank(replica) for replica in range(self.layout.dp)])
@@ -274,7 +274,7 @@ class Session:
     def _leave(self, deed: str) -> None:
         self._lines.leave(Call(self._number + 1, deed, {}, left=True))
         if self.llm is not None:
-            with world.kept():
+            with process_group.kept():
                 self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
 

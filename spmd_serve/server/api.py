@@ -6,9 +6,9 @@ import signal
 from functools import partial
 from typing import Any
 
-from spmd_serve.control import ADDITIONAL_CONFIG_KEY, ControlSpec
+from spmd_serve.config.job_spec import ADDITIONAL_CONFIG_KEY, ControlSpec
 from spmd_serve.liveness import WatcherLink, keep_answering
-from spmd_serve.server.door import Door, about_to_listen
+from spmd_serve.server.listener import Door, about_to_listen
 
 LEAVE_S = 2
 """How long after the drain a connection may stay open whose client does not read, or keeps it for later."""
@@ -21,8 +21,8 @@ def serve_http(args: argparse.Namespace, door: Door, url: str) -> int:
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.entrypoints.launchers.launcher import set_ulimit, validate_api_server_args
 
-    from spmd_serve.engine.seam import check_server
-    from spmd_serve.server import endpoints
+    from spmd_serve.engine.vllm_compat import check_server
+    from spmd_serve.server import routes
 
     check_server()
     validate_api_server_args(args)
@@ -39,7 +39,7 @@ def serve_http(args: argparse.Namespace, door: Door, url: str) -> int:
         vllm_serve.run_multi_api_server(args)
         return 0
     args.api_server_count = None
-    endpoints.LISTENING = door.sock
+    routes.LISTENING = door.sock
     uvloop.run(entry.run_server_worker(url, door.sock, args, timeout_graceful_shutdown=LEAVE_S))
     return 0
 
@@ -95,7 +95,7 @@ def serve_as_one_of_several(listen_address: str, sock: Any, args: argparse.Names
 
 def number_replicas(args: argparse.Namespace) -> None:
     """Have metrics and logs of this process name replicas by their numbers in the job."""
-    from spmd_serve.engine.seam import count_engines_from
+    from spmd_serve.engine.vllm_compat import count_engines_from
 
     first = args.additional_config[ADDITIONAL_CONFIG_KEY]["first_replica"]
     if first > 0:

@@ -17,13 +17,15 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from spmd_serve import batch_command, log, store, votes
 from spmd_serve.batch import BatchOptions, prepare
 from spmd_serve.batch.journal import Journal
-from spmd_serve.batch_command import BatchJob, finish, is_complete, open_files, told
+from spmd_serve.commands import batch as batch_command
+from spmd_serve.commands.batch import BatchJob, finish, is_complete, open_files, told
+from spmd_serve.config.flags import Flags
 from spmd_serve.errors import SpmdError
-from spmd_serve.flags import Flags
-from spmd_serve.report import report
+from spmd_serve.rendezvous import store, vote
+from spmd_serve.system import log
+from spmd_serve.system.report import report
 
 WORK_S = 5.0  # longer than a "patient" rank waits for others, which is longer than one is starved
 FOREVER_S = 60.0
@@ -64,7 +66,7 @@ def main(what: str, options: BatchOptions) -> int:
 
         if what == "patient":
             patch(job, "flags", dataclasses.replace(job.flags, join_timeout=3.0))
-            patch(votes, "_LATER_S", 0.1)
+            patch(vote, "_LATER_S", 0.1)
             patch(store, "FIRST_WORD_S", 0.1)
             patch(batch_command, "prepare", slow(prepare))
             patch(Journal, "sort", slow(Journal.sort))

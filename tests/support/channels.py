@@ -11,8 +11,8 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from spmd_serve.channel.base import ChannelClosed, ChannelSpec, Inbox
+from spmd_serve.channel.broadcast import BroadcastInbox, BroadcastOutbox
 from spmd_serve.channel.gloo import open_inbox, open_lanes, open_outbox
-from spmd_serve.channel.group_broadcast import BroadcastInbox, BroadcastOutbox
 from spmd_serve.channel.nccl import BellOutbox, RootRelay
 from spmd_serve.channel.relay import LocalRing, Relay, RingInbox
 from spmd_serve.channel.reply import ReplySender

@@ -15,14 +15,15 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from spmd_serve import batch_command, log
 from spmd_serve.batch import BatchLine, BatchOptions, Prepared, handlers, run_batch
-from spmd_serve.batch.lines import error_output
-from spmd_serve.command_line import resolve_layout
+from spmd_serve.batch.request_lines import error_output
+from spmd_serve.commands import batch as batch_command
+from spmd_serve.commands.startup import resolve_layout
+from spmd_serve.config.flags import Early, parse_early
 from spmd_serve.errors import ExitCode, SpmdError
-from spmd_serve.flags import Early, parse_early
-from spmd_serve.job import Job
-from spmd_serve.report import report
+from spmd_serve.job.job import Job
+from spmd_serve.system import log
+from spmd_serve.system.report import report
 from spmd_serve.topology import Layout
 from tests.support.batch import good_output
 

@@ -13,24 +13,23 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING
 
-from spmd_serve import log
-from spmd_serve.command_line import resolve_layout
-from spmd_serve.driver_child import DriverChild
-from spmd_serve.drivers import _child_ended
-from spmd_serve.elastic import AUTO
+from spmd_serve.commands.serve import control_spec, open_door, plan_endpoints
+from spmd_serve.commands.start_table import start_table
+from spmd_serve.commands.startup import resolve_layout
+from spmd_serve.config.flags import AUTO, parse_early
 from spmd_serve.errors import SpmdError
-from spmd_serve.flags import parse_early
-from spmd_serve.job import LAST_WORDS_S, Job
-from spmd_serve.probe_port import open_probes
-from spmd_serve.report import report
-from spmd_serve.serve import control_spec, open_door, plan_endpoints
-from spmd_serve.server.door import about_to_listen
-from spmd_serve.start_table import start_table
+from spmd_serve.job.driver_process import DriverChild
+from spmd_serve.job.drivers import _child_ended
+from spmd_serve.job.job import LAST_WORDS_S, Job
+from spmd_serve.job.probe_port import open_probes
+from spmd_serve.server.listener import about_to_listen
+from spmd_serve.system import log
+from spmd_serve.system.report import report
 from spmd_serve.topology import Layout
 from tests.support.view import fetch_view
 
 if TYPE_CHECKING:
-    from spmd_serve.server.door import Door
+    from spmd_serve.server.listener import Door
 
 
 def given_sizes(words: Sequence[str]) -> dict[str, int | str | None]:

@@ -13,8 +13,8 @@ import time
 from typing import Any
 
 from spmd_serve.liveness import End, Verdict, WatchConfig, WatcherLink, start_watcher
-from spmd_serve.liveness.link import end_process
-from spmd_serve.process import die_with_parent_in_children
+from spmd_serve.liveness.client import end_process
+from spmd_serve.system.process import die_with_parent_in_children
 
 _writing = threading.Lock()
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from spmd_serve.flags import Flags
+from spmd_serve.config.flags import Flags
 from spmd_serve.offline.script_job import ScriptJob
 
 RANK = int(os.environ.get("RANK", "0"))

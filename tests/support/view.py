@@ -4,8 +4,8 @@ import socket
 import time
 from typing import Any
 
-from spmd_serve.liveness.view import socket_name
-from spmd_serve.liveness.wire import BadLine, LineBuffer, pack, unpack
+from spmd_serve.liveness.status import socket_name
+from spmd_serve.wire.lines import BadLine, LineBuffer, pack, unpack
 
 
 def fetch_view(address: str, timeout_s: float) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The subcommands: ``serve`` and ``batch``, and what both do at start."""

@@ -1,0 +1,233 @@
+"""What a rank does all day: build its shard, then obey its driver's messages until told to stop."""
+
+import gc
+import logging
+import multiprocessing
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import vllm.envs as envs
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
+from vllm.platforms import current_platform
+
+from spmd_serve.channel.in_process import OwnLine
+from spmd_serve.config.job_spec import ControlSpec
+from spmd_serve.engine.cpu_collectives import complete_cpu_communicator
+from spmd_serve.engine.executor import STEP
+from spmd_serve.engine.gloo_devices import free_gloo_threads, share_gloo_device
+from spmd_serve.engine.vllm_compat import WorkerProc
+from spmd_serve.engine.worker_channel import EndOfJob, RankChannel
+from spmd_serve.errors import SpmdError, is_of_a_peer
+from spmd_serve.liveness import WatcherLink
+from spmd_serve.liveness.cleanup import remove_shared, shared_name
+from spmd_serve.system.cores import memory_rivals, parse_cpus
+from spmd_serve.topology import RankInfo
+
+logger = logging.getLogger(__name__)
+
+LAST_OF_LOADING = "compile_or_warm_up_model"
+"""The engine core's last call before it takes requests."""
+
+STEP_METHODS = (STEP, "execute_model", "sample_tokens", "execute_dummy_batch")
+"""Worker methods whose failure on any rank leaves the others waiting in a collective: fatal for the job."""
+
+
+class Shard(WorkerProc):
+    """One rank's shard: vLLM's WorkerProc, in the process that torchrun started, fed by our channel."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        spec: ControlSpec,
+        me: RankInfo,
+        store: TorchStore,
+        link: WatcherLink,
+        own: OwnLine | None = None,
+    ) -> None:
+        """`own`: the way to the driver, when that is in this process."""
+        self._spec = spec
+        self._own = own
+        self._store = store
+        self._me = me
+        self._link = link
+        self._slot = link.slot
+        self._loaded = False
+        if current_platform.is_cpu():
+            complete_cpu_communicator()
+        layout = spec.layout
+        rank_in_replica = me.rank - layout.first_rank(layout.replica(me.rank))
+        super().__init__(
+            vllm_config=vllm_config,
+            local_rank=me.local_rank % layout.replica_size,
+            rank=rank_in_replica,
+            distributed_init_method=shm_name(spec, me),
+            input_shm_handle=None,
+            shared_worker_lock=multiprocessing.get_context("spawn").Lock(),
+            is_driver_worker=rank_in_replica % layout.tp == 0,
+        )
+        self._execute_model = self.worker.execute_model
+        self._sample_tokens = self.worker.sample_tokens
+        for name in STEP_METHODS:
+            method = self._execute_and_sample if name == STEP else getattr(self.worker, name)
+            setattr(self.worker, name, self._fatal_on_error(name, method))
+
+    def _init_message_queues(self, input_shm_handle: Any, vllm_config: Any) -> None:
+        channel = RankChannel(self._spec, self._me, self._store, self._slot, self._link_lost, self._own)
+        channel.open()
+        self.rpc_broadcast_mq = channel.inbox
+        self.worker_response_mq = channel.reply
+        self.peer_response_handles: list[Any] = []
+
+    def _link_lost(self, problem: BaseException) -> None:
+        self._link.failed(str(problem), peer=is_of_a_peer(problem))
+
+    def _execute_and_sample(self, scheduler_output: Any) -> Any:
+        """One step of a batch without grammar bitmask: the sampled output, or what execute_model gave."""
+        output = self._execute_model(scheduler_output)
+        return self._sample_tokens(None) if output is None else output
+
+    def _fatal_on_error(self, name: str, method: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except Exception as problem:
+                text = " ".join(str(problem).split())
+                self._link.failed(
+                    f"{name} failed: {type(problem).__name__}: {text}", peer=is_of_a_peer(problem)
+                )
+                raise
+
+        return run
+
+    def _execute_worker_rpc(self, rpc_request: Any) -> None:
+        if not isinstance(rpc_request[0], str) and not envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+            # The driver refuses to send code; what comes from a network is not to be trusted to have done so.
+            raise SpmdError(
+                "the driver sent code to run, which VLLM_ALLOW_INSECURE_SERIALIZATION=1 must allow"
+            )
+        if not self._loaded:
+            # Profiling, compiling and graph capture may take longer than any step.
+            super()._execute_worker_rpc(rpc_request)
+            if rpc_request[0] == LAST_OF_LOADING:
+                self._has_loaded()
+            return
+        self._slot.step_begin()
+        try:
+            super()._execute_worker_rpc(rpc_request)
+        finally:
+            self._slot.step_end()
+
+    def _has_loaded(self) -> None:
+        self._loaded = True
+        # All ranks have it open by now, and so nobody who is killed leaves it behind.
+        remove_shared(_shared_name(self._spec, self._me))
+        # Not before: a thread has its name, by which it is found, only from its own first moment on.
+        free_gloo_threads(parse_cpus(self._me.cpus))
+        self._slot.state("ready")
+
+    def obey(self) -> None:
+        """Run the driver's messages until it says stop; returns then."""
+        assert self.rpc_broadcast_mq is not None and self.worker_response_mq is not None
+        self.rpc_broadcast_mq.wait_until_ready()
+        self.worker_response_mq.wait_until_ready()
+        gc.collect()
+        gc.freeze()
+        try:
+            self.worker_busy_loop()
+        except EndOfJob:
+            logger.info("rank %d: the driver ended the job", self._me.rank)
+            self.shutdown()
+
+
+def shm_name(spec: ControlSpec, me: RankInfo) -> str:
+    """The `distributed_init_method` of a rank: never connected to (the default group exists already), but
+
+    where the CPU has AVX-512 vLLM names the memory that ranks share after the part behind the last colon, and
+    takes ranks with the same one for ranks that can share it. So it is unique per run, replica and host.
+    """
+    return f"env://spmd_serve:{_shared_name(spec, me)}"
+
+
+def _shared_name(spec: ControlSpec, me: RankInfo) -> str:
+    return shared_name(spec.generation, spec.layout.replica(me.rank), me.machine_id)
+
+
+def place_config(vllm_config: Any, spec: ControlSpec, me: RankInfo) -> None:
+    """Tell the shard's configuration which replica it belongs to, and which device or memory is its own.
+
+    vLLM's GPU worker uses device ``local_rank + data_parallel_rank_local * PP * TP``; with
+    ``local_rank = LOCAL_RANK % (PP*TP)`` and ``data_parallel_rank_local = LOCAL_RANK // (PP*TP)`` that is
+    torchrun's LOCAL_RANK, whether a node holds several replicas or a part of one.
+    """
+    parallel = vllm_config.parallel_config
+    replica = spec.layout.replica(me.rank)
+    parallel.data_parallel_index = replica
+    if spec.layout.dp > 1:
+        if vllm_config.model_config.is_moe:
+            parallel.data_parallel_rank = replica
+        else:
+            parallel.reconfigure_for_independent_dp_rank()
+    parallel.data_parallel_rank_local = me.local_rank // spec.layout.replica_size
+    cache = vllm_config.cache_config
+    if current_platform.is_cpu() and cache.kv_cache_memory_bytes is None:
+        # vLLM has each rank take that part of the memory for itself, so that several would be killed.
+        cache.gpu_memory_utilization /= memory_rivals(spec.cluster, me)
+
+
+def open_world(vllm_config: Any, store: TorchStore, spec: ControlSpec, me: RankInfo) -> None:
+    """Make the default process group that vLLM then uses as it is.
+
+    Dense replicas are worlds of their own; MoE replicas share one world of DP·PP·TP ranks.
+    """
+    share_gloo_device()
+    layout = spec.layout
+    shared = vllm_config.parallel_config.data_parallel_size > 1
+    replica = layout.replica(me.rank)
+    name = "world" if shared else f"world/{replica}"
+    seconds = vllm_config.parallel_config.distributed_timeout_seconds
+    dist.init_process_group(
+        backend=world_backend(),
+        store=PrefixStore(name, store),
+        rank=me.rank if shared else me.rank - layout.first_rank(replica),
+        world_size=layout.world_size if shared else layout.replica_size,
+        timeout=timedelta(seconds=seconds) if seconds else None,
+        device_id=world_device(me.local_rank),
+    )
+
+
+def world_backend() -> str:
+    """The backend of the default group: vLLM wants device and CPU backends in one when it splits groups."""
+    backend = str(current_platform.dist_backend)
+    if envs.VLLM_DISTRIBUTED_USE_SPLIT_GROUP and backend == "nccl":
+        return "cpu:gloo,cuda:nccl"
+    return backend
+
+
+def world_device(local_rank: int) -> torch.device | None:
+    """The device to bind the default group to, only where vLLM's split groups need it."""
+    if envs.VLLM_DISTRIBUTED_USE_SPLIT_GROUP and current_platform.is_cuda_alike():
+        return torch.device(f"cuda:{current_platform.logical_device_id_to_visible_device_id(local_rank)}")
+    return None
+
+
+def check_layout(spec: ControlSpec, me: RankInfo) -> None:
+    """Assert our layout formula against vLLM's own groups, once they exist."""
+    from vllm.distributed.parallel_state import get_dp_group, get_ep_group, get_pp_group, get_tp_group
+
+    layout = spec.layout
+    coords = layout.coords(me.rank)
+    theirs = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+    assert theirs == (coords.pp, coords.tp), (
+        f"rank {me.rank}: our layout says {coords}, vLLM's (pp, tp) {theirs}"
+    )
+    if get_dp_group().world_size > 1:
+        assert get_dp_group().rank_in_group == coords.dp, (
+            f"rank {me.rank}: our layout says {coords}, vLLM's dp {get_dp_group().rank_in_group}"
+        )
+        assert get_ep_group().ranks == layout.expert_ranks(me.rank), (
+            f"rank {me.rank}: our layout spreads experts over ranks {layout.expert_ranks(me.rank)}, "
+            f"vLLM over {get_ep_group().ranks}"
+        )

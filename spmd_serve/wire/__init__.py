@@ -1,0 +1,1 @@
+"""Bytes between processes: frames, the restricted encoding of objects, authentication. Never imports vllm."""

@@ -1,0 +1,155 @@
+"""What clients are told while a server fails or ends: the ASGI middleware, with an app of a few lines."""
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+
+from spmd_serve.server.admission import Gate, GateKeeper
+
+LIMIT_S = 10.0
+
+
+class Client:
+    """One request: what it was answered, and whether the app has seen it hang up."""
+
+    def __init__(self, gate: Gate, path: str = "/v1/completions", *, stream: bool = True) -> None:
+        self.answer: list[Message] = []
+        self.app_saw_hang_up = False
+        self.stream = stream
+        self.begun = asyncio.Event()
+        self.finish = asyncio.Event()
+        keeper = GateKeeper(self._app, gate)
+        scope: Scope = {"type": "http", "path": path, "root_path": ""}
+        self.task = asyncio.ensure_future(keeper(scope, self._receive, self._send))
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind = b"text/event-stream" if self.stream else b"application/json"
+        if self.stream:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+            await send({"type": "http.response.body", "body": b"data: token\n\n", "more_body": True})
+        self.begun.set()
+        hang_up = asyncio.ensure_future(receive())
+        finish = asyncio.ensure_future(self.finish.wait())
+        await asyncio.wait((hang_up, finish), return_when=asyncio.FIRST_COMPLETED)
+        self.app_saw_hang_up = hang_up.done() and hang_up.result()["type"] == "http.disconnect"
+        hang_up.cancel()
+        finish.cancel()
+        if not self.stream:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async def _receive(self) -> Message:
+        await asyncio.Event().wait()  # a client that waits
+        raise AssertionError
+
+    async def _send(self, message: Message) -> None:
+        self.answer.append(message)
+
+    @property
+    def status(self) -> int:
+        return int(self.answer[0]["status"])
+
+    @property
+    def body(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.answer).decode()
+
+    @property
+    def is_over(self) -> bool:
+        return not self.answer[-1].get("more_body", False)
+
+
+def run(what: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(what, LIMIT_S))
+
+
+def test_an_open_gate_changes_nothing() -> None:
+    async def body() -> None:
+        for stream in (True, False):
+            client = Client(Gate(), stream=stream)
+            client.finish.set()
+            await client.task
+            assert client.status == 200 and client.is_over and client.body.endswith("data: [DONE]\n\n")
+            assert not client.app_saw_hang_up
+
+    run(body())
+
+
+def test_a_shut_gate_refuses_and_those_inside_finish() -> None:
+    async def body() -> None:
+        empty: list[bool] = []
+        gate = Gate(on_empty=lambda: empty.append(True))
+        inside = Client(gate)
+        await inside.begun.wait()
+        gate.shut("going")
+        late = Client(gate)
+        await late.task
+        assert late.status == 503 and not late.begun.is_set()
+        headers = dict(late.answer[0]["headers"])
+        assert int(headers[b"retry-after"]) > 0
+        error = json.loads(late.body)["error"]
+        assert (error["message"], error["code"]) == ("going", 503)
+        assert not empty
+        inside.finish.set()
+        await inside.task
+        assert inside.body == "data: token\n\ndata: [DONE]\n\n" and empty == [True]
+
+    run(body())
+
+
+def test_shutting_an_empty_gate_says_so_at_once() -> None:
+    empty: list[bool] = []
+    Gate(on_empty=lambda: empty.append(True)).shut("going")
+    assert empty == [True]
+
+
+def test_probes_are_answered_in_any_state() -> None:
+    async def body() -> None:
+        gate = Gate(refusal="going")
+        for path in ("/health", "/ready", "/topology", "/metrics"):
+            client = Client(gate, path)
+            client.finish.set()
+            await client.task
+            assert client.status == 200
+
+    run(body())
+
+
+def test_a_cut_stream_gets_an_error_event_and_its_end() -> None:
+    async def body() -> None:
+        gate = Gate()
+        client = Client(gate)
+        await client.begun.wait()
+        gate.cut("rank 1 is gone")
+        await client.task
+        assert client.app_saw_hang_up and client.is_over
+        first, error, done, rest = client.body.split("\n\n")
+        assert (first, done, rest) == ("data: token", "data: [DONE]", "")
+        assert json.loads(error.removeprefix("data: "))["error"]["message"] == "rank 1 is gone"
+
+    run(body())
+
+
+def test_a_cut_request_without_stream_gets_503() -> None:
+    async def body() -> None:
+        gate = Gate()
+        client = Client(gate, stream=False)
+        await client.begun.wait()
+        gate.cut("rank 1 is gone")
+        await client.task
+        assert client.app_saw_hang_up and client.status == 503 and client.is_over
+        assert json.loads(client.body)["error"]["message"] == "rank 1 is gone"
+        assert len(client.answer) == 2  # nothing of the app's own answer came behind it
+
+    run(body())
+
+
+def test_a_dead_engine_shuts_the_gate() -> None:
+    async def body() -> None:
+        client = Client(Gate(engine_is_dead=lambda: True))
+        await client.task
+        assert client.status == 503
+
+    run(body())

@@ -1,0 +1,54 @@
+"""Each of several API servers ends in order, whenever it is told to."""
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from spmd_serve.config.job_spec import ADDITIONAL_CONFIG_KEY, ControlSpec
+from spmd_serve.liveness import WatcherLink
+from spmd_serve.server.api import serve_as_one_of_several
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+PATIENCE_S = 20.0
+
+
+def load_for_ever(said: Connection) -> None:
+    link = mock.Mock()
+    link.leaving.side_effect = lambda: said.send("leaving")
+    spec = mock.Mock(watcher="@none", join_timeout_s=1.0)
+    args = SimpleNamespace(additional_config={ADDITIONAL_CONFIG_KEY: {"first_replica": 0}})
+
+    def run(*_args: object, **_flags: object) -> None:
+        said.send("loading")
+        while True:
+            signal.pause()
+
+    with (
+        mock.patch.object(WatcherLink, "connect", return_value=link),
+        mock.patch.object(ControlSpec, "from_json", return_value=spec),
+        mock.patch("vllm.v1.utils.run_api_server_worker_proc", run),
+    ):
+        serve_as_one_of_several("", None, args, {"client_index": 1})  # type: ignore[arg-type]
+
+
+def test_one_that_still_loads_leaves_in_order() -> None:
+    """Another may serve already, so that the job drains: this one's end must not be taken for a failure."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=load_for_ever, args=(theirs,))
+    process.start()
+    try:
+        assert process.pid is not None
+        assert ours.poll(3 * PATIENCE_S) and ours.recv() == "loading"
+        os.kill(process.pid, signal.SIGTERM)
+        assert ours.poll(PATIENCE_S) and ours.recv() == "leaving"
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
