@@ -24,7 +24,7 @@ async def drive(port: int, model: str, prompts: Sequence[list[int]], shape: Shap
     cpu = time.process_time()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         result: dict[str, Any] = await serve.benchmark(
-            task_type=serve.TaskType.GENERATION,
+            task_type=serve.TaskType.ROUND_ID,
             endpoint_type="openai",
             api_url=f"{url}/v1/completions",
             base_url=url,

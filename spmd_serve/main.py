@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from spmd_serve.config.flags import Early, parse_early
+from spmd_serve.config.flags import PreparsedArgs, preparse
 from spmd_serve.errors import ExitCode, SpmdError
 from spmd_serve.system import log
 from spmd_serve.system.report import report
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     log.set_up()
     try:
-        code = run(parse_early(words))
+        code = run(preparse(words))
     except SpmdError as problem:
         report(problem)
         code = problem.exit_code
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os._exit(int(code))
 
 
-def run(early: Early) -> int:
+def run(early: PreparsedArgs) -> int:
     """Hand over to the subcommand; its imports (torch, vLLM) are made only now."""
     if early.wants_version:
         print(f"spmd_serve {own_version()}")

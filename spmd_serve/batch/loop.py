@@ -101,7 +101,7 @@ class _Run:
         self._source = prepared.source
         self._output = prepared.output
         self._say = say
-        self._slots = asyncio.Semaphore(window)
+        self._entries = asyncio.Semaphore(window)
         self._flying: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._why = ""
@@ -121,7 +121,7 @@ class _Run:
                 await self._land(work, 0.0 if self._fatal else drain_s)
             for task in (stopped, *beside):
                 await _end(task)
-            return await self._verdict(work)
+            return await self._root_cause(work)
         finally:
             for task in (work, stopped, *beside, *self._flying):
                 await _end(task)
@@ -156,7 +156,7 @@ class _Run:
 
     async def _all(self) -> None:
         async for item in self._items():
-            await self._slots.acquire()
+            await self._entries.acquire()
             task = asyncio.create_task(self._one(item))
             self._flying.add(task)
             task.add_done_callback(self._landed)
@@ -165,7 +165,7 @@ class _Run:
 
     def _landed(self, task: asyncio.Task[None]) -> None:
         self._flying.discard(task)
-        self._slots.release()
+        self._entries.release()
         problem = None if task.cancelled() else task.exception()
         # While stopping, the engine may go away under what is in flight: that is no news.
         if problem is not None and not self._stop.is_set():
@@ -266,7 +266,7 @@ class _Run:
         finally:
             display.close(self._progress)
 
-    async def _verdict(self, work: asyncio.Task[None]) -> ExitCode:
+    async def _root_cause(self, work: asyncio.Task[None]) -> ExitCode:
         problem = self._fatal or (None if work.cancelled() else work.exception())
         progress = self._progress
         if problem is not None:

@@ -65,23 +65,23 @@ class _Shard:
         self._used = 0
 
     def put(self, digest: int, number: int) -> int | None:
-        slot = self._slot(digest)
-        if self._digests[slot]:
-            return self._numbers[slot]
-        self._digests[slot] = digest
-        self._numbers[slot] = number
+        entry = self._entry(digest)
+        if self._digests[entry]:
+            return self._numbers[entry]
+        self._digests[entry] = digest
+        self._numbers[entry] = number
         self._used += 1
         if self._used * 3 > len(self._digests) * 2:
             self._grow()
         return None
 
-    def _slot(self, digest: int) -> int:
+    def _entry(self, digest: int) -> int:
         digests = self._digests
         last = len(digests) - 1
-        slot = (digest >> 8) & last
-        while digests[slot] and digests[slot] != digest:
-            slot = (slot + 1) & last
-        return slot
+        entry = (digest >> 8) & last
+        while digests[entry] and digests[entry] != digest:
+            entry = (entry + 1) & last
+        return entry
 
     def _grow(self) -> None:
         old = [
@@ -91,6 +91,6 @@ class _Shard:
         self._digests = array("Q", bytes(8 * size))
         self._numbers = array("L", bytes(self._numbers.itemsize * size))
         for digest, number in old:
-            slot = self._slot(digest)
-            self._digests[slot] = digest
-            self._numbers[slot] = number
+            entry = self._entry(digest)
+            self._digests[entry] = digest
+            self._numbers[entry] = number

@@ -74,7 +74,7 @@ class Slot(Protocol):
     view: memoryview
 
 
-class Lane(Protocol):
+class Transport(Protocol):
     """One process group with its device: broadcasts from member 0 to all others, in order."""
 
     def slot(self, memory: bytearray) -> Any:
@@ -93,10 +93,10 @@ class Lane(Protocol):
         """Let go of the group; `started` are all slots whose broadcast may still be under way."""
 
 
-class Bell(Protocol):
+class Doorbell(Protocol):
     """Tells a member that a frame is coming, where none is posted ahead."""
 
-    def bell(self, timeout: float) -> Kind | None:
+    def doorbell(self, timeout: float) -> Kind | None:
         """MESSAGE, HEARTBEAT or STOP; None after `timeout` seconds. PeerLost when the driver is gone."""
 
 
@@ -106,7 +106,7 @@ class ChannelSpec:
 
     name: str  # unique in the store
     members: tuple[str, ...]  # who they are, for errors: the driver first, then one per host or rank
-    nonce: str  # the run's generation
+    round_id: str  # the run's generation
     key: bytes | None = field(default=None, repr=False)  # signs all frames
     depth: int = 4  # receives posted ahead, and frames that a sender may have under way
     frame_bytes: int = 16 * 1024

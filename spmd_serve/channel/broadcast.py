@@ -15,13 +15,13 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from spmd_serve.channel.base import (
-    Bell,
     ChannelClosed,
     ChannelSpec,
     ChannelStopped,
     Deadline,
-    Lane,
+    Doorbell,
     PeerSilent,
+    Transport,
     join,
 )
 from spmd_serve.errors import PeerLost, SpmdError
@@ -36,8 +36,8 @@ class BroadcastOutbox:
 
     def __init__(
         self,
-        frames: Lane,
-        bodies: Lane,
+        frames: Transport,
+        bodies: Transport,
         spec: ChannelSpec,
         *,
         timeout_s: float = SEND_TIMEOUT_S,
@@ -50,7 +50,7 @@ class BroadcastOutbox:
         self._frames, self._bodies, self._spec = frames, bodies, spec
         self._timeout_s = timeout_s
         self._stops = spec.depth if drain else 0
-        self.writer = FrameWriter(Seal(spec.key, spec.nonce, spec.name), spec.max_bytes)
+        self.writer = FrameWriter(Seal(spec.key, spec.round_id, spec.name), spec.max_bytes)
         self._room = spec.frame_bytes - self.writer.overhead
         self._under_way: deque[tuple[Any, Any]] = deque()  # (frame, body or None), oldest first
         self._free: list[Any] = []
@@ -189,31 +189,31 @@ class BroadcastInbox:
 
     def __init__(
         self,
-        frames: Lane,
-        bodies: Lane,
+        frames: Transport,
+        bodies: Transport,
         spec: ChannelSpec,
         *,
         on_heartbeat: Callable[[], None] | None = None,
-        bell: Bell | None = None,
+        doorbell: Doorbell | None = None,
         spin_s: float = 0.0,
     ) -> None:
         """`on_heartbeat` is called in the receiving thread.
 
-        With a `bell` nothing is posted ahead: one receive per ring. `spin_s`: for so long after a message,
-        poll instead of sleeping.
+        With a `doorbell` nothing is posted ahead: one receive per ring. `spin_s`: for so long after a
+        message, poll instead of sleeping.
         """
         self._frames, self._bodies, self._spec = frames, bodies, spec
         self._on_heartbeat = on_heartbeat
-        self._bell = bell
+        self._doorbell = doorbell
         self._spin_s = spin_s
-        self.reader = FrameReader(Seal(spec.key, spec.nonce, spec.name), spec.members[0], spec.max_bytes)
+        self.reader = FrameReader(Seal(spec.key, spec.round_id, spec.name), spec.members[0], spec.max_bytes)
         self._posted: deque[Any] = deque()
         self._big: tuple[Header, bytes, Any] | None = None  # a body that is under way
         self._last = 0.0
         self._closing = False
         self._stopped = False
         self._closed = False
-        if bell is None:
+        if doorbell is None:
             for _ in range(spec.depth):
                 self._post(frames.slot(bytearray(spec.frame_bytes)))
 
@@ -270,19 +270,19 @@ class BroadcastInbox:
         if self._stopped:
             self._stop()
         if not self._posted:
-            self._await_bell(deadline)
+            self._await_doorbell(deadline)
         slot = self._posted[0]
         self._wait(self._frames, slot, deadline)
         self._posted.popleft()
         header, inline = self.reader.inline(slot.view)
         self._last = time.monotonic()
-        if self._bell is None and header.kind is not Kind.STOP:
+        if self._doorbell is None and header.kind is not Kind.STOP:
             self._post(slot)
         return header, inline
 
-    def _await_bell(self, deadline: Deadline) -> None:
-        assert self._bell is not None
-        while (rung := self._bell.bell(deadline.left())) is not Kind.MESSAGE:
+    def _await_doorbell(self, deadline: Deadline) -> None:
+        assert self._doorbell is not None
+        while (rung := self._doorbell.doorbell(deadline.left())) is not Kind.MESSAGE:
             if rung is Kind.STOP:
                 self._stop()
             if rung is Kind.HEARTBEAT and self._on_heartbeat is not None:
@@ -294,15 +294,15 @@ class BroadcastInbox:
         self._posted.append(slot)
         self._frames.start(slot)
 
-    def _wait(self, lane: Lane, slot: Any, deadline: Deadline) -> None:
+    def _wait(self, transport: Transport, slot: Any, deadline: Deadline) -> None:
         if self._closing:
             raise ChannelClosed(f"{self._spec.name} is closed")
         try:
             if self._spin_s:
                 until = self._last + self._spin_s
-                while not lane.done(slot) and time.monotonic() < until:
+                while not transport.done(slot) and time.monotonic() < until:
                     os.sched_yield()
-            while not lane.done(slot) and not lane.wait(slot, deadline.left()):
+            while not transport.done(slot) and not transport.wait(slot, deadline.left()):
                 self._look_around(deadline)
         except PeerLost as error:
             if self._closing:

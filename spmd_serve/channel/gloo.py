@@ -35,7 +35,7 @@ class GlooSlot:
         self.work: Any = None
 
 
-class GlooLane:
+class GlooTransport:
     """One gloo group that broadcasts from member 0. `peers` says in errors who may be lost."""
 
     def __init__(self, group: Any, peers: str) -> None:
@@ -100,7 +100,7 @@ def open_outbox(
 
     Returns when all members have joined; PeerLost names those that have not after `join_timeout_s`.
     """
-    frames, bodies = open_lanes(store, spec, 0, interface, address, join_timeout_s, say)
+    frames, bodies = open_transports(store, spec, 0, interface, address, join_timeout_s, say)
     return BroadcastOutbox(frames, bodies, spec, timeout_s=send_timeout_s)
 
 
@@ -117,13 +117,13 @@ def open_inbox(
     say: Say = print,
 ) -> BroadcastInbox:
     """The end of member 1 or above; see open_outbox and BroadcastInbox."""
-    frames, bodies = open_lanes(store, spec, member, interface, address, join_timeout_s, say)
+    frames, bodies = open_transports(store, spec, member, interface, address, join_timeout_s, say)
     return BroadcastInbox(frames, bodies, spec, on_heartbeat=on_heartbeat, spin_s=spin_s)
 
 
-def open_lanes(
+def open_transports(
     store: Store, spec: ChannelSpec, member: int, interface: str, address: str, timeout_s: float, say: Say
-) -> tuple[GlooLane, GlooLane]:
+) -> tuple[GlooTransport, GlooTransport]:
     """Meet the other members, and make the lanes of `member` for frames and for bodies."""
     if bool(interface) == bool(address):
         raise ValueError("give either the interface or the address that gloo shall use")
@@ -139,13 +139,13 @@ def open_lanes(
         raise UsageError(f"gloo cannot use {interface or address} for {spec.name}: {cause}") from error
     meet(store, spec, member, timeout_s, say)
     # A gloo thread serves one operation at a time: one for each receive posted ahead, or frame under way.
-    frames = _lane(store, spec, "frames", member, device, spec.depth, timeout_s)
-    return frames, _lane(store, spec, "bodies", member, device, 2, timeout_s)
+    frames = _transport(store, spec, "frames", member, device, spec.depth, timeout_s)
+    return frames, _transport(store, spec, "bodies", member, device, 2, timeout_s)
 
 
-def _lane(
+def _transport(
     store: Store, spec: ChannelSpec, part: str, member: int, device: Any, threads: int, timeout_s: float
-) -> GlooLane:
+) -> GlooTransport:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._threads = threads
     options._timeout = timedelta(seconds=timeout_s)  # for connecting
@@ -161,7 +161,7 @@ def _lane(
             f"{spec.name}: {spec.members[member]} cannot connect to all members: {cause}"
         ) from error
     group.set_timeout(FOREVER)
-    return GlooLane(group, peers)
+    return GlooTransport(group, peers)
 
 
 def meet(store: Store, spec: ChannelSpec, member: int, timeout_s: float, say: Say) -> None:

@@ -44,7 +44,7 @@ class CudaSlot:
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-class CudaLane:
+class NcclTransport:
     """One NCCL group that broadcasts from member 0, on a stream of its own."""
 
     def __init__(self, group: Any, device: torch.device, peers: str) -> None:
@@ -100,7 +100,7 @@ class CudaLane:
         return PeerLost(f"lost {self._peers}: {str(error).partition(chr(10))[0]}")
 
 
-def nccl_lane(store: Store, spec: ChannelSpec, member: int, device: torch.device) -> CudaLane:
+def nccl_transport(store: Store, spec: ChannelSpec, member: int, device: torch.device) -> NcclTransport:
     """The lane of `member` (= rank) on its `device`; one lane serves for frames and bodies."""
     from torch.distributed import ProcessGroupNCCL
 
@@ -109,14 +109,14 @@ def nccl_lane(store: Store, spec: ChannelSpec, member: int, device: torch.device
     options.config.max_ctas = 1  # messages are small: leave the GPU to the model
     group = ProcessGroupNCCL(PrefixStore(f"{spec.name}/nccl", store), member, len(spec.members), options)
     group.eager_connect_single_device(device)
-    return CudaLane(group, device, ", ".join(spec.members))
+    return NcclTransport(group, device, ", ".join(spec.members))
 
 
-class BellOutbox:
+class DoorbellOutbox:
     """The driver's end: each message into rank 0's ring, then a ring of every other rank's bell."""
 
-    def __init__(self, ring: Ring, bells: Sequence[ReplyInbox]) -> None:
-        self._ring, self._bells = ring, bells
+    def __init__(self, ring: Ring, doorbells: Sequence[ReplyInbox]) -> None:
+        self._ring, self._doorbells = ring, doorbells
         self._lock = threading.Lock()  # a ring per message, in the order of the messages
         self._closed = False
 
@@ -158,8 +158,8 @@ class BellOutbox:
             self._ring_all(Kind.STOP)
 
     def _ring_all(self, kind: Kind) -> None:
-        for bell in self._bells:
-            bell.ring(kind)
+        for doorbell in self._doorbells:
+            doorbell.ring(kind)
 
 
 class RootRelay:

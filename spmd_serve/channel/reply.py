@@ -131,7 +131,7 @@ class FrameSocket:
 def seals(key: bytes | None, nonce: str, challenge: bytes) -> tuple[Seal, Seal]:
     """Of the answers and of what goes back."""
     bound = f"{nonce}/{challenge.hex()}"
-    return Seal(key, bound, "reply"), Seal(key, bound, "bell")
+    return Seal(key, bound, "reply"), Seal(key, bound, "doorbell")
 
 
 class ReplyInbox:
@@ -165,7 +165,7 @@ class ReplyInbox:
 
 
 class ReplySender:
-    """A rank's end: connects when made. `enqueue` from any thread; `bell` from one."""
+    """A rank's end: connects when made. `enqueue` from any thread; `doorbell` from one."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class ReplySender:
         """
         self._frames.send(Kind.MESSAGE, codec.encode_parts(obj))
 
-    def bell(self, timeout: float) -> Kind | None:
+    def doorbell(self, timeout: float) -> Kind | None:
         """The next ring of the driver, None after `timeout` seconds."""
         one = bytearray(1)
         try:

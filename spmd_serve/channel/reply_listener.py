@@ -18,7 +18,7 @@ _HELLO_MAX_BYTES = 4096
 _HELLO_S = 10.0  # a stranger that says nothing is dropped after this
 
 
-class _Knock:
+class _PendingConnection:
     """A connection whose HELLO is not complete yet."""
 
     def __init__(self, sock: socket.socket, peer: str, key: bytes | None, nonce: str, max_bytes: int) -> None:
@@ -77,26 +77,26 @@ class ReplyListener:
         """
         wait = Wait(say, time.monotonic() + timeout_s)
         inside: dict[int, ReplyInbox] = {}
-        knocks: dict[int, _Knock] = {}
+        pending: dict[int, _PendingConnection] = {}
         try:
             while len(inside) < len(ranks):
                 missing = ", ".join(who for rank, who in ranks.items() if rank not in inside)
                 if wait.left <= 0:
                     raise PeerLost(f"not connected to the driver within {timeout_s:g} s: {missing}")
-                if not select.select([self._listener.fileno(), *knocks], [], [], 0)[0]:
+                if not select.select([self._listener.fileno(), *pending], [], [], 0)[0]:
                     wait.pause(lambda missing=missing: f"the connections of {missing} to the driver")  # type: ignore[misc]
-                self._greet(knocks, say)
-                for fd, knock in list(knocks.items()):
-                    if (rank := self._ask(fd, knocks, ranks, inside, say)) is not None:
-                        del knocks[fd]
-                        inside[rank] = knock.admit(ranks[rank], self._max_bytes)
+                self._greet(pending, say)
+                for fd, pending_connection in list(pending.items()):
+                    if (rank := self._ask(fd, pending, ranks, inside, say)) is not None:
+                        del pending[fd]
+                        inside[rank] = pending_connection.admit(ranks[rank], self._max_bytes)
         except BaseException:
             for inbox in inside.values():
                 inbox.shutdown()
             raise
         finally:
-            for knock in knocks.values():
-                knock.frames.close()
+            for pending_connection in pending.values():
+                pending_connection.frames.close()
             self.close()
         return inside
 
@@ -104,7 +104,7 @@ class ReplyListener:
         """Shut the door."""
         self._listener.close()
 
-    def _greet(self, knocks: dict[int, _Knock], say: Say) -> None:
+    def _greet(self, pending: dict[int, _PendingConnection], say: Say) -> None:
         while True:
             try:
                 sock, peer = self._listener.accept()
@@ -116,26 +116,28 @@ class ReplyListener:
             sock.setblocking(True)
             try:
                 prepare(sock)
-                knock = _Knock(sock, f"{peer[0]}:{peer[1]}", self._key, self._nonce, self._max_bytes)
+                pending_connection = _PendingConnection(
+                    sock, f"{peer[0]}:{peer[1]}", self._key, self._nonce, self._max_bytes
+                )
             except OSError:
                 sock.close()
                 continue
-            knocks[sock.fileno()] = knock
+            pending[sock.fileno()] = pending_connection
 
     @staticmethod
     def _ask(
         fd: int,
-        knocks: dict[int, _Knock],
+        pending: dict[int, _PendingConnection],
         ranks: Mapping[int, str],
         inside: Mapping[int, ReplyInbox],
         say: Say,
     ) -> int | None:
-        knock = knocks[fd]
-        peer = knock.frames.who
+        pending_connection = pending[fd]
+        peer = pending_connection.frames.who
         try:
-            rank = knock.rank()
+            rank = pending_connection.rank()
         except TimeoutError:
-            if time.monotonic() < knock.until:
+            if time.monotonic() < pending_connection.until:
                 return None
             why = f"it said nothing for {_HELLO_S:g} s"
         except (BadFrame, PeerLost) as error:
@@ -144,7 +146,7 @@ class ReplyListener:
             if rank in ranks and rank not in inside:
                 return rank
             why = f"rank {rank} is not awaited"
-        del knocks[fd]
-        knock.frames.close()
+        del pending[fd]
+        pending_connection.frames.close()
         say(f"dropped a connection from {peer} to the driver: {why}")
         return None

@@ -7,9 +7,9 @@ import os
 from spmd_serve.batch import BatchOptions, Launch, Prepared, finish_batch, prepare, run_batch_with_engine
 from spmd_serve.batch.fingerprint import answer_flags
 from spmd_serve.batch.outputs import take_stdout
-from spmd_serve.commands.serve import control_spec, print_table, run_shard
+from spmd_serve.commands.serve import job_spec, print_table, run_shard
 from spmd_serve.commands.startup import agree, engine_config
-from spmd_serve.config.flags import Early
+from spmd_serve.config.flags import PreparsedArgs
 from spmd_serve.errors import ExitCode, SpmdError, Stopped, UsageError
 from spmd_serve.job.drivers import end, start_child
 from spmd_serve.job.job import Job
@@ -36,8 +36,8 @@ class BatchJob(Job):
         return ExitCode.OK if code == ExitCode.LINES_FAILED and self.may_restart else code
 
 
-def batch(early: Early) -> int:
-    """Answer a file of requests; returns the exit code (see `told`)."""
+def batch(early: PreparsedArgs) -> int:
+    """Answer a file of requests; returns the exit code (see `final_exit_code`)."""
     if early.wants_help:
         return print_help(early)
     if early.flags.lb != "internal":
@@ -54,8 +54,8 @@ def batch(early: Early) -> int:
         options = BatchOptions.from_namespace(args)
         prepared = open_files(job, args, options)
         if is_complete(job, prepared):
-            return told(job, options, finish(job, prepared))
-        spec = control_spec(job, layout)
+            return final_exit_code(job, options, finish(job, prepared))
+        spec = job_spec(job, layout)
         config = engine_config(job, args)
         child = None
         if prepared is not None:
@@ -67,10 +67,10 @@ def batch(early: Early) -> int:
             print_table(spec, {})
             child = start_child(job, args, spec, "batch run", body, fork_engines)
         run_shard(job, config, spec)
-        return told(job, options, end(job, child, args.shutdown_timeout))
+        return final_exit_code(job, options, end(job, child, args.shutdown_timeout))
 
 
-def print_help(early: Early) -> int:
+def print_help(early: PreparsedArgs) -> int:
     """All flags: ours and the batch's first, then vLLM's."""
     from spmd_serve.engine.config import make_parser
 
@@ -129,7 +129,7 @@ def finish(job: Job, prepared: Prepared | None) -> int:
     return code
 
 
-def told(job: BatchJob, options: BatchOptions, code: int) -> int:
+def final_exit_code(job: BatchJob, options: BatchOptions, code: int) -> int:
     """What this rank ends with after its part of the run, and the cause for torchrun's summary."""
     exit_code = job.exit_code(code)
     if code == ExitCode.STOPPED:

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_serve.commands.startup import agree, engine_config
 from spmd_serve.config.endpoints import Endpoint, check_spread, check_uds, endpoints, ports
-from spmd_serve.config.flags import AUTO, Early
-from spmd_serve.config.job_spec import ControlSpec
+from spmd_serve.config.flags import AUTO, PreparsedArgs
+from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.errors import ExitCode
 from spmd_serve.job.driver_process import DriverChild
 from spmd_serve.job.drivers import end, start_child
 from spmd_serve.job.job import Job
 from spmd_serve.job.probe_port import open_probes
 from spmd_serve.system import cores, log, network
-from spmd_serve.system.busy_poll import may_spin
+from spmd_serve.system.busy_poll import may_busy_poll
 from spmd_serve.topology import Layout, spans
 
 if TYPE_CHECKING:
-    from spmd_serve.server.listener import Door
+    from spmd_serve.server.listener import Listener
 
 HEARTBEAT_S = 2.0
 """Seconds between an idle driver's signs of life to its ranks."""
@@ -31,7 +31,7 @@ ONE_FOR_ALL = Endpoint(0, rank=0, replicas=range(0), place=0)
 """The endpoint of ``--lb internal``, before it is known how many replicas there are."""
 
 
-def serve(early: Early) -> int:
+def serve(early: PreparsedArgs) -> int:
     """Serve until told to stop. Returns the exit code; raises SpmdError for what a person must mend."""
     if early.wants_help:
         return print_help(early)
@@ -42,19 +42,19 @@ def serve(early: Early) -> int:
     with job.reported():
         open_probes(job)
         # One for all is opened at once: the sizes, on which others depend, cost an import of vLLM.
-        door = open_door(job, early, (ONE_FOR_ALL,)) if early.flags.lb == "internal" else None
+        door = open_listener(job, early, (ONE_FOR_ALL,)) if early.flags.lb == "internal" else None
         args, layout = agree(job, early)
         given = args.given_sizes["data_parallel_size"]
         opened = plan_endpoints(job, layout, shrinks=given == AUTO)
-        door = door if early.flags.lb == "internal" else open_door(job, early, opened)
-        spec, drain_s = control_spec(job, layout), args.shutdown_timeout
+        door = door if early.flags.lb == "internal" else open_listener(job, early, opened)
+        spec, drain_s = job_spec(job, layout), args.shutdown_timeout
         config = engine_config(job, args)
         api = start_api(job, args, spec, config, opened, door, fork_engines, started)
         run_shard(job, config, spec)
         return end(job, api, drain_s)
 
 
-def print_help(early: Early) -> int:
+def print_help(early: PreparsedArgs) -> int:
     """All flags: ours first, then vLLM's (``--help=all``, ``--help=GROUP`` as in vLLM)."""
     from spmd_serve.engine.config import make_parser
 
@@ -62,9 +62,9 @@ def print_help(early: Early) -> int:
     return ExitCode.OK
 
 
-def open_door(job: Job, early: Early, opened: Sequence[Endpoint]) -> "Door | None":
+def open_listener(job: Job, early: PreparsedArgs, opened: Sequence[Endpoint]) -> "Listener | None":
     """Bind this rank's HTTP port, if it has one, long before anything is loaded."""
-    from spmd_serve.server.listener import open_door as bind
+    from spmd_serve.server.listener import open_listener as bind
 
     door = None
     with job.voting("the HTTP ports"):
@@ -90,15 +90,15 @@ def plan_endpoints(job: Job, layout: Layout, *, shrinks: bool = False) -> tuple[
     return endpoints(job.flags.lb, layout, cluster)
 
 
-def control_spec(job: Job, layout: Layout) -> ControlSpec:
+def job_spec(job: Job, layout: Layout) -> JobSpec:
     """What drivers and ranks need to know to find each other."""
     membership, flags = job.membership, job.flags
-    return ControlSpec(
+    return JobSpec(
         backend=flags.control_backend,
         lb=flags.lb,
         store_host=membership.host,
         store_port=membership.port,
-        generation=membership.nonce,
+        round_id=membership.round_id,
         cluster=membership.cluster,
         layout=layout,
         watcher=job.watcher,
@@ -107,17 +107,17 @@ def control_spec(job: Job, layout: Layout) -> ControlSpec:
         heartbeat_s=HEARTBEAT_S,
         join_timeout_s=flags.join_timeout,
         step_timeout_s=flags.step_timeout,
-        spins=may_spin(membership.cluster, membership.me, cores.lent()),
+        busy_poll=may_busy_poll(membership.cluster, membership.me, cores.lent()),
     )
 
 
 def start_api(
     job: Job,
     args: argparse.Namespace,
-    spec: ControlSpec,
+    spec: JobSpec,
     config: Any,
     opened: Sequence[Endpoint],
-    door: "Door | None",
+    door: "Listener | None",
     fork_engines: bool,
     started: float,
 ) -> DriverChild | None:
@@ -196,29 +196,29 @@ def exchange_urls(
     return urls
 
 
-def print_table(spec: ControlSpec, urls: Mapping[str, Sequence[int]]) -> None:
+def print_table(spec: JobSpec, urls: Mapping[str, Sequence[int]]) -> None:
     """On rank 0: who runs where, as what, and where to ask."""
     from spmd_serve.commands.start_table import start_table
 
     log.say(start_table(spec.cluster, spec.layout, urls))
 
 
-def run_shard(job: Job, config: Any, spec: ControlSpec) -> None:
+def run_shard(job: Job, config: Any, spec: JobSpec) -> None:
     """Load this rank's part of the model, then obey the driver until it says stop."""
-    from spmd_serve.engine.worker_proc import Shard, check_layout, open_world, place_config
+    from spmd_serve.engine.worker_proc import TorchrunWorkerProc, check_layout, open_world, place_config
 
     me = job.membership.me
     place_on_cores(job, spec)
-    job.link.slot.state("loading")
+    job.link.entry.state("loading")
     place_config(config, spec, me)
     open_world(config, job.membership.store, spec, me)
-    shard = Shard(config, spec, me, job.membership.store, job.link)
+    shard = TorchrunWorkerProc(config, spec, me, job.membership.store, job.link)
     check_layout(spec, me)
     job.serving = True
     shard.obey()
 
 
-def place_on_cores(job: Job, spec: ControlSpec) -> None:
+def place_on_cores(job: Job, spec: JobSpec) -> None:
     """Bind this rank to its share of the machine's cores, which several agents of one machine share too."""
     import torch
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from spmd_serve.channel.plan import check_backend
 from spmd_serve.commands import elastic
-from spmd_serve.config.flags import AUTO, Early
+from spmd_serve.config.flags import AUTO, PreparsedArgs
 from spmd_serve.errors import UsageError
 from spmd_serve.job.job import Job
 from spmd_serve.rendezvous.model_identity import DIRECTORY, NO_WEIGHTS
@@ -16,7 +16,7 @@ from spmd_serve.topology import Layout
 
 
 def agree(
-    job: Job, early: Early, more_flags: Callable[[argparse.ArgumentParser], None] | None = None
+    job: Job, early: PreparsedArgs, more_flags: Callable[[argparse.ArgumentParser], None] | None = None
 ) -> tuple[argparse.Namespace, Layout]:
     """Parse by vLLM's parser, fix the sizes, and compare everything that must not differ between ranks.
 

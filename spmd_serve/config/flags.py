@@ -128,7 +128,7 @@ def port_list(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Early:
+class PreparsedArgs:
     """What must be known before vLLM is imported: our flags, the subcommand and the HTTP address."""
 
     flags: Flags
@@ -143,7 +143,7 @@ class Early:
     wants_version: bool
 
 
-class EarlyParser(argparse.ArgumentParser):
+class _Preparser(argparse.ArgumentParser):
     """Reads our flags out of a command line that also holds vLLM's."""
 
     def error(self, message: str) -> NoReturn:
@@ -161,7 +161,7 @@ def normalise(argv: Sequence[str]) -> list[str]:
     return done
 
 
-def parse_early(argv: Sequence[str]) -> Early:
+def preparse(argv: Sequence[str]) -> PreparsedArgs:
     """Read the command line, and the file that ``--config`` names, without vLLM.
 
     Raises UsageError for a bad value of one of our flags, or such a file.
@@ -170,7 +170,7 @@ def parse_early(argv: Sequence[str]) -> Early:
     subcommand = "serve"
     if words and words[0] in SUBCOMMANDS:
         subcommand = words.pop(0)
-    parser = EarlyParser(add_help=False, allow_abbrev=False)
+    parser = _Preparser(add_help=False, allow_abbrev=False)
     Flags.add_to(parser)
     parser.add_argument("--host", default=None)
     parser.add_argument("--port", type=port_list, default=(8000,))
@@ -182,7 +182,7 @@ def parse_early(argv: Sequence[str]) -> Early:
     parser.add_argument("--version", action="store_true")
     expanded = config_file.expand(words, parser)
     namespace, _ = parser.parse_known_args(normalise(expanded))
-    return Early(
+    return PreparsedArgs(
         flags=Flags.from_namespace(namespace),
         subcommand=subcommand,
         rest=tuple(words),

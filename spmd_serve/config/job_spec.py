@@ -16,10 +16,10 @@ _LAST_RESORT = 10
 
 
 @dataclass(frozen=True)
-class ControlSpec:
+class JobSpec:
     """The job as placed: where its store is, who its ranks are, how messages travel.
 
-    `generation` is the nonce of this round's handshake and part of every name.
+    `round_id` is the nonce of this round's handshake and part of every name.
     `heartbeat_s`: seconds between the driver's signs of life on a quiet channel.
     `step_timeout_s`: seconds after which a step that makes no progress is taken for hung.
     """
@@ -28,7 +28,7 @@ class ControlSpec:
     lb: str
     store_host: str
     store_port: int
-    generation: str
+    round_id: str
     cluster: Cluster
     layout: Layout
     watcher: str
@@ -37,7 +37,7 @@ class ControlSpec:
     heartbeat_s: float
     join_timeout_s: float
     step_timeout_s: float
-    spins: bool = True
+    busy_poll: bool = True
     """Whether readers of a ring poll for a second after each message."""
     first_replica: int = 0
     """The replica that vLLM, below an endpoint with some of the replicas, takes for its first."""
@@ -55,7 +55,7 @@ class ControlSpec:
         return plain
 
     @classmethod
-    def from_json(cls, plain: dict[str, Any]) -> "ControlSpec":
+    def from_json(cls, plain: dict[str, Any]) -> "JobSpec":
         """Inverse of `to_json`."""
         values = dict(plain)
         values["cluster"] = Cluster.from_json(values["cluster"])
@@ -68,7 +68,7 @@ class ControlSpec:
         return None if self.key_file is None else read_key(self.key_file)
 
 
-def leave_steps_to_the_watcher(spec: ControlSpec, environ: MutableMapping[str, str]) -> None:
+def leave_steps_to_the_watcher(spec: JobSpec, environ: MutableMapping[str, str]) -> None:
     """Have vLLM's own limit on a step, 300 s, wait for our watcher, which knows the rank and what it does.
 
     vLLM counts from the sending, so for a step that waits behind others, too; it names no rank. A user's own

@@ -19,7 +19,7 @@ from spmd_serve.config import config_file
 from spmd_serve.config import flags as our_flags
 from spmd_serve.config.endpoints import Endpoint
 from spmd_serve.config.flags import AUTO
-from spmd_serve.config.job_spec import ADDITIONAL_CONFIG_KEY, ControlSpec
+from spmd_serve.config.job_spec import ADDITIONAL_CONFIG_KEY, JobSpec
 from spmd_serve.errors import UsageError
 from spmd_serve.system.network import host_name
 from spmd_serve.topology import Layout
@@ -177,7 +177,7 @@ def apply_coupled_endpoint(
     args.data_parallel_rpc_port = head_port
 
 
-def apply_executor(args: argparse.Namespace, spec: ControlSpec | None = None) -> None:
+def apply_executor(args: argparse.Namespace, spec: JobSpec | None = None) -> None:
     """Make vLLM use our executor; with `spec`, tell the drivers that it will start where the ranks are."""
     from spmd_serve.engine.executor import TorchrunExecutor
 

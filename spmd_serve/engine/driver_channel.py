@@ -11,10 +11,10 @@ import vllm.envs as envs
 from spmd_serve.channel.base import ChannelClosed
 from spmd_serve.channel.gloo import open_outbox
 from spmd_serve.channel.in_process import OwnLine
-from spmd_serve.channel.nccl import BellOutbox
+from spmd_serve.channel.nccl import DoorbellOutbox
 from spmd_serve.channel.plan import driver_node
 from spmd_serve.channel.reply_listener import ReplyListener
-from spmd_serve.config.job_spec import ControlSpec
+from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.engine.shm_ring import RingInbox, RingOutbox
 from spmd_serve.engine.worker_channel import (
     HEARTBEAT,
@@ -26,7 +26,7 @@ from spmd_serve.engine.worker_channel import (
     ring_key,
 )
 from spmd_serve.errors import PeerLost
-from spmd_serve.liveness import BoardSlot, NullSlot
+from spmd_serve.liveness import NullStatusEntry, StatusEntry
 from spmd_serve.rendezvous.join import connect_store, get_json, put_json, wait_keys
 from spmd_serve.rendezvous.store import FOREVER_S
 from spmd_serve.topology import RankInfo
@@ -40,13 +40,13 @@ _STOP_S = 5.0
 class DriverOutbox:
     """Sends every message to all ranks of the replica, whatever way they are reached."""
 
-    def __init__(self, ways: list[Any], slot: BoardSlot | NullSlot) -> None:
+    def __init__(self, ways: list[Any], entry: StatusEntry | NullStatusEntry) -> None:
         """`ways`: outboxes; the slower first, so that all ranks have a message at nearly the same time.
 
-        `slot`: where messages are counted.
+        `entry`: where messages are counted.
         """
         self._ways = ways
-        self._slot = slot
+        self._entry = entry
         self._lock = threading.Lock()
         self.sent_at = time.monotonic()
 
@@ -62,7 +62,7 @@ class DriverOutbox:
                 else:
                     network_bytes += sent or 0
         self.sent_at = time.monotonic()
-        self._slot.sent(host_bytes, network_bytes, self.sent_at - begun)
+        self._entry.sent(host_bytes, network_bytes, self.sent_at - begun)
 
     def heartbeat(self) -> None:
         """A sign of life to every rank. Never waits: what is full holds signs enough for a busy reader."""
@@ -70,7 +70,7 @@ class DriverOutbox:
             return  # somebody sends
         try:
             for way in self._ways:
-                if isinstance(way, BellOutbox):
+                if isinstance(way, DoorbellOutbox):
                     way.heartbeat()
                 else:
                     with suppress(TimeoutError):
@@ -94,15 +94,15 @@ class DriverChannel:
     """Opens both directions; afterwards `outbox` and `replies` stand in for vLLM's message queues."""
 
     def __init__(
-        self, spec: ControlSpec, replica: int, slot: BoardSlot | NullSlot, own: OwnLine | None = None
+        self, spec: JobSpec, replica: int, entry: StatusEntry | NullStatusEntry, own: OwnLine | None = None
     ) -> None:
-        """`slot`: where messages are counted; `own`: the way to the replica's first rank in this process."""
+        """`entry`: where messages are counted; `own`: the way to the replica's first rank in this process."""
         for name in spec.allow_classes:
             codec.allow_class(name)
         self._spec = spec
         self._replica = replica
         self._own = own
-        self._slot = slot
+        self._entry = entry
         self._plan = channel_plan(spec, replica)
         self._ended = threading.Event()
         self.threads: list[threading.Thread] = []
@@ -118,7 +118,7 @@ class DriverChannel:
     def open(self) -> None:
         """Connect to all ranks; waits, with a word on who is missing, until they have loaded their shards."""
         spec, plan, replica = self._spec, self._plan, self._replica
-        store = connect_store(spec.store_host, spec.store_port, spec.generation, spec.join_timeout_s)
+        store = connect_store(spec.store_host, spec.store_port, spec.round_id, spec.join_timeout_s)
         ranks = spec.layout.replica_ranks(replica)
         who = {rank: str(spec.cluster.ranks[rank]) for rank in ranks}
         ring = door = None
@@ -126,7 +126,7 @@ class DriverChannel:
             ring = RingOutbox(len(plan.ring), envs.VLLM_MQ_MAX_CHUNK_BYTES_MB << 20)
             put_json(store, ring_key(replica, None), ring.address)
         if plan.members:
-            door = ReplyListener(self._home.address, spec.generation, key=spec.key())
+            door = ReplyListener(self._home.address, spec.round_id, key=spec.key())
             put_json(store, door_key(replica), [door.host, door.port])
         loaded = {loaded_key(rank): name for rank, name in who.items()}
         wait_keys(store, loaded, time.monotonic() + FOREVER_S, logger.info, what="the loaded shard")
@@ -148,22 +148,22 @@ class DriverChannel:
             replies[spec.layout.first_rank(replica)] = self._own.replies
         for rank in plan.ring:
             address = get_json(store, loaded_key(rank), spec.join_timeout_s, "the reply ring", who[rank])
-            replies[rank] = RingInbox(address, 0, spin=spec.spins)
+            replies[rank] = RingInbox(address, 0, spin=spec.busy_poll)
         if door is not None:
             remote = {rank: name for rank, name in who.items() if rank not in replies}
             replies.update(door.accept(remote, spec.join_timeout_s, logger.info))
         if ring is not None:
-            bells = [replies[rank] for rank in plan.members]
-            ways.append(BellOutbox(ring, bells) if spec.backend == "nccl" and bells else ring)
+            doorbells = [replies[rank] for rank in plan.members]
+            ways.append(DoorbellOutbox(ring, doorbells) if spec.backend == "nccl" and doorbells else ring)
             ring.wait_until_ready()
-        self.outbox = DriverOutbox(ways, self._slot)
+        self.outbox = DriverOutbox(ways, self._entry)
         self.replies = [replies[rank] for rank in ranks]
         for rank in plan.ring:
             replies[rank].wait_until_ready()
 
     def loaded(self) -> None:
         """The ranks take batches now: this driver promises heartbeats to the watcher too."""
-        self._slot.state("ready")
+        self._entry.state("ready")
 
     def start_heartbeat(self) -> None:
         """From now on the ranks hear from us at least every `heartbeat_s` seconds."""
@@ -174,7 +174,7 @@ class DriverChannel:
     def _beat(self) -> None:
         every = self._spec.heartbeat_s
         while not self._ended.wait(max(0.05, self.outbox.sent_at + every - time.monotonic())):
-            self._slot.turn()
+            self._entry.turn()
             if time.monotonic() - self.outbox.sent_at >= every:
                 try:
                     self.outbox.heartbeat()

@@ -4,9 +4,9 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from spmd_serve.config.job_spec import ControlSpec
+from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.engine.vllm_compat import follow_engine_loop
-from spmd_serve.liveness import BoardSlot, Verdict, WatcherLink
+from spmd_serve.liveness import RootCause, StatusEntry, WatcherLink
 from spmd_serve.system.process import die_with_parent
 
 _ENGINE_CORE_LOGGER = "vllm.v1.engine.core"
@@ -21,16 +21,16 @@ class DriverWatch:
         logging.getLogger(_ENGINE_CORE_LOGGER).addHandler(self._handler)
 
     @classmethod
-    def open(cls, spec: ControlSpec, replica: int, on_failure: Callable[[str], None]) -> "DriverWatch":
+    def open(cls, spec: JobSpec, replica: int, on_failure: Callable[[str], None]) -> "DriverWatch":
         """Connect to the watcher; `on_failure` is called, from a thread, with the job's verdict."""
         die_with_parent(None)
         name = "engine core" if spec.layout.dp == 1 else f"engine core of replica {replica}"
         hello = {"kind": "engine", "name": name, "rank": None}
 
-        def on_verdict(verdict: Verdict) -> None:
-            on_failure(verdict.cause)
+        def on_root_cause(root_cause: RootCause) -> None:
+            on_failure(root_cause.cause)
 
-        link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=on_verdict)
+        link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_root_cause=on_root_cause)
         return cls(link, replica)
 
     def follow(self, replies: Iterable[Any], ranks: Iterable[int]) -> list[Any]:
@@ -38,9 +38,9 @@ class DriverWatch:
 
         Returns the `replies` of `ranks` in a form in which it is also noted that one is waited for.
         """
-        slot = self.link.slot
-        follow_engine_loop(slot.works, slot.waits)
-        return [AwaitedReplies(source, rank, slot) for source, rank in zip(replies, ranks, strict=True)]
+        entry = self.link.entry
+        follow_engine_loop(entry.works, entry.waits)
+        return [AwaitedReplies(source, rank, entry) for source, rank in zip(replies, ranks, strict=True)]
 
     def failed(self, cause: str) -> None:
         """Report this engine core's own fatal error."""
@@ -56,17 +56,17 @@ class DriverWatch:
 class AwaitedReplies:
     """One rank's replies. That the driver waits for one is noted, and that it has come is progress."""
 
-    def __init__(self, source: Any, rank: int, slot: BoardSlot) -> None:
-        self._source, self._rank, self._slot = source, rank, slot
+    def __init__(self, source: Any, rank: int, entry: StatusEntry) -> None:
+        self._source, self._rank, self._entry = source, rank, entry
         self.shutdown = source.shutdown
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
         """The next reply; raises what `source` does."""
-        works = self._slot.awaits(self._rank)
+        works = self._entry.awaits(self._rank)
         try:
             return self._source.dequeue(timeout=timeout, indefinite=indefinite)
         finally:
-            self._slot.replied(works)
+            self._entry.replied(works)
 
 
 class _FatalLog(logging.Handler):

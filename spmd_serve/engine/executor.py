@@ -11,7 +11,7 @@ from typing import Any
 
 import vllm.envs as envs
 
-from spmd_serve.config.job_spec import ADDITIONAL_CONFIG_KEY, ControlSpec
+from spmd_serve.config.job_spec import ADDITIONAL_CONFIG_KEY, JobSpec
 from spmd_serve.engine.driver_channel import DriverChannel
 from spmd_serve.engine.driver_watch import DriverWatch
 from spmd_serve.engine.vllm_compat import MultiprocExecutor
@@ -56,18 +56,18 @@ class TorchrunExecutor(MultiprocExecutor):
         self._channel.start_heartbeat()
         self._post_init_executor()
 
-    def _place(self) -> tuple[ControlSpec, int]:
+    def _place(self) -> tuple[JobSpec, int]:
         """The job, and the replica that this executor drives."""
         plain = (self.vllm_config.additional_config or {}).get(ADDITIONAL_CONFIG_KEY)
         if plain is None:
             raise UsageError("TorchrunExecutor runs only under `torchrun -m spmd_serve` or spmd_serve.LLM")
-        spec = ControlSpec.from_json(plain)
+        spec = JobSpec.from_json(plain)
         return spec, spec.first_replica + self.parallel_config.data_parallel_index
 
     def _open_channel(self) -> tuple[Any, DriverChannel]:
         """The line to this host's watcher, and the ways to all ranks once these are loaded."""
         watch = DriverWatch.open(self._spec, self._replica, on_failure=self._fail)
-        channel = DriverChannel(self._spec, self._replica, watch.link.slot)
+        channel = DriverChannel(self._spec, self._replica, watch.link.entry)
         channel.open()
         channel.replies = watch.follow(channel.replies, self._spec.layout.replica_ranks(self._replica))
         return watch, channel

@@ -278,12 +278,12 @@ def last_message_bytes(queue: MessageQueue) -> int:
     parts, then before each part four bytes with its length, all big-endian.
     """
     last = (queue.current_idx - 1) % queue.buffer.max_chunks
-    with queue.buffer.get_data(last) as slot:
-        if slot[0] == 1:
+    with queue.buffer.get_data(last) as entry:
+        if entry[0] == 1:
             return 0
         at, total = 3, 0
-        for _ in range(int.from_bytes(slot[1:3], "big")):
-            length = int.from_bytes(slot[at : at + 4], "big")
+        for _ in range(int.from_bytes(entry[1:3], "big")):
+            length = int.from_bytes(entry[at : at + 4], "big")
             at, total = at + 4 + length, total + length
         return total
 

@@ -11,15 +11,15 @@ from spmd_serve.channel.base import ChannelSpec, ChannelStopped
 from spmd_serve.channel.broadcast import BroadcastInbox, BroadcastOutbox
 from spmd_serve.channel.gloo import meet, open_inbox
 from spmd_serve.channel.in_process import OwnLine
-from spmd_serve.channel.nccl import RootRelay, nccl_lane
+from spmd_serve.channel.nccl import RootRelay, nccl_transport
 from spmd_serve.channel.plan import ChannelPlan, driver_node, plan_channel
 from spmd_serve.channel.relay import LocalRing, Relay
 from spmd_serve.channel.relay import RingInbox as EncodedInbox
 from spmd_serve.channel.reply import ReplySender
-from spmd_serve.config.job_spec import ControlSpec
+from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.engine.shm_ring import RingInbox, RingOutbox
 from spmd_serve.errors import PeerLost
-from spmd_serve.liveness import BoardSlot, NullSlot
+from spmd_serve.liveness import NullStatusEntry, StatusEntry
 from spmd_serve.rendezvous.store import FOREVER_S, get_json, put_json
 from spmd_serve.topology import RankInfo
 from spmd_serve.wire import codec
@@ -48,20 +48,20 @@ def loaded_key(rank: int) -> str:
     return f"channel/loaded/{rank}"
 
 
-def channel_plan(spec: ControlSpec, replica: int) -> ChannelPlan:
+def channel_plan(spec: JobSpec, replica: int) -> ChannelPlan:
     """How the replica's ranks are reached."""
     home = driver_node(spec.lb, spec.layout, spec.cluster, replica)
     own = spec.layout.first_rank(replica) if spec.in_process else None
     return plan_channel(spec.backend, spec.layout, spec.cluster, replica, home, own)
 
 
-def channel_terms(spec: ControlSpec, replica: int, plan: ChannelPlan) -> ChannelSpec:
+def channel_terms(spec: JobSpec, replica: int, plan: ChannelPlan) -> ChannelSpec:
     """The terms of the replica's channel between hosts."""
     root = f"rank {plan.ring[0]}" if spec.backend == "nccl" else "the driver"
     return ChannelSpec(
         name=f"channel/{replica}",
         members=(root, *(str(spec.cluster.ranks[rank]) for rank in plan.members)),
-        nonce=spec.generation,
+        round_id=spec.round_id,
         key=spec.key(),
     )
 
@@ -69,10 +69,10 @@ def channel_terms(spec: ControlSpec, replica: int, plan: ChannelPlan) -> Channel
 class RankInbox:
     """Messages for this rank; answers heartbeats itself and turns a stop message into `EndOfJob`."""
 
-    def __init__(self, source: Any, slot: BoardSlot | NullSlot) -> None:
+    def __init__(self, source: Any, entry: StatusEntry | NullStatusEntry) -> None:
         self._source = source
         self._rest = getattr(source, "rest", lambda: None)
-        self._slot = slot
+        self._entry = entry
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
         """The next (method, args, kwargs, output_rank). EndOfJob, TimeoutError, PeerLost, ChannelClosed."""
@@ -81,7 +81,7 @@ class RankInbox:
                 message = self._source.dequeue(timeout=timeout, indefinite=indefinite)
             except ChannelStopped as stopped:
                 raise PeerLost("the driver has ended the control channel without a word") from stopped
-            self._slot.turn()
+            self._entry.turn()
             if message[0] == HEARTBEAT:
                 self._rest()
             elif message[0] == STOP:
@@ -134,10 +134,10 @@ class RankChannel:
 
     def __init__(
         self,
-        spec: ControlSpec,
+        spec: JobSpec,
         me: RankInfo,
         store: TorchStore,
-        slot: BoardSlot | NullSlot,
+        entry: StatusEntry | NullStatusEntry,
         on_error: Callable[[BaseException], None],
         own: OwnLine | None = None,
     ) -> None:
@@ -147,7 +147,7 @@ class RankChannel:
         """
         for name in spec.allow_classes:
             codec.allow_class(name)
-        self._spec, self._me, self._store, self._slot, self._on_error = spec, me, store, slot, on_error
+        self._spec, self._me, self._store, self._entry, self._on_error = spec, me, store, entry, on_error
         self._own = own
         self._replica = spec.layout.replica(me.rank)
         self._plan = channel_plan(spec, self._replica)
@@ -165,7 +165,9 @@ class RankChannel:
             self.reply = RingOutbox(1, RING_CHUNK_BYTES)
             put_json(self._store, loaded_key(rank), self.reply.address)
             ring = RingInbox(
-                self._get(ring_key(self._replica, None)), self._plan.ring.index(rank), spin=self._spec.spins
+                self._get(ring_key(self._replica, None)),
+                self._plan.ring.index(rank),
+                spin=self._spec.busy_poll,
             )
             source = self._root(ring) if self._spec.backend == "nccl" else ring
         else:
@@ -178,7 +180,7 @@ class RankChannel:
                 source = RingInbox(self._get(ring_key(self._replica, leader)), place, encoded=True)
             if self._spec.backend != "nccl":
                 self.reply = self._sender()
-        self.inbox = RankInbox(source, self._slot)
+        self.inbox = RankInbox(source, self._entry)
 
     def _network(self) -> Any:
         rank, spec = self._me.rank, self._spec
@@ -186,8 +188,10 @@ class RankChannel:
         member = self._plan.members.index(rank) + 1
         if spec.backend == "nccl":
             self.reply = self._sender()
-            lane = self._nccl_lane(terms, member)
-            frames = BroadcastInbox(lane, lane, terms, bell=self.reply, on_heartbeat=self._slot.turn)
+            transport = self._nccl_transport(terms, member)
+            frames = BroadcastInbox(
+                transport, transport, terms, doorbell=self.reply, on_heartbeat=self._entry.turn
+            )
             mine = LocalRing()
             Relay(frames, mine, self._on_error)
             return EncodedInbox(mine)
@@ -213,20 +217,20 @@ class RankChannel:
         if not self._plan.members:
             return ring
         terms = channel_terms(self._spec, self._replica, self._plan)
-        lane = self._nccl_lane(terms, 0)
-        RootRelay(ring, BroadcastOutbox(lane, lane, terms, drain=False), mine, self._on_error)
+        transport = self._nccl_transport(terms, 0)
+        RootRelay(ring, BroadcastOutbox(transport, transport, terms, drain=False), mine, self._on_error)
         inbox = EncodedInbox(mine)
         inbox.wait_until_ready = ring.wait_until_ready  # type: ignore[method-assign]
         return inbox
 
-    def _nccl_lane(self, terms: ChannelSpec, member: int) -> Any:
+    def _nccl_transport(self, terms: ChannelSpec, member: int) -> Any:
         meet(self._store, terms, member, FOREVER_S, logger.info)
-        return nccl_lane(self._store, terms, member, torch.device("cuda", torch.cuda.current_device()))
+        return nccl_transport(self._store, terms, member, torch.device("cuda", torch.cuda.current_device()))
 
     def _sender(self) -> ReplySender:
         host, port = self._get(door_key(self._replica))
         return ReplySender(
-            host, port, self._me.rank, self._spec.generation, key=self._spec.key(), timeout_s=FOREVER_S
+            host, port, self._me.rank, self._spec.round_id, key=self._spec.key(), timeout_s=FOREVER_S
         )
 
     def _get(self, key: str) -> Any:

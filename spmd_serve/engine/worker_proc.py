@@ -14,7 +14,7 @@ from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 from vllm.platforms import current_platform
 
 from spmd_serve.channel.in_process import OwnLine
-from spmd_serve.config.job_spec import ControlSpec
+from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.engine.cpu_collectives import complete_cpu_communicator
 from spmd_serve.engine.executor import STEP
 from spmd_serve.engine.gloo_devices import free_gloo_threads, share_gloo_device
@@ -35,13 +35,13 @@ STEP_METHODS = (STEP, "execute_model", "sample_tokens", "execute_dummy_batch")
 """Worker methods whose failure on any rank leaves the others waiting in a collective: fatal for the job."""
 
 
-class Shard(WorkerProc):
+class TorchrunWorkerProc(WorkerProc):
     """One rank's shard: vLLM's WorkerProc, in the process that torchrun started, fed by our channel."""
 
     def __init__(
         self,
         vllm_config: Any,
-        spec: ControlSpec,
+        spec: JobSpec,
         me: RankInfo,
         store: TorchStore,
         link: WatcherLink,
@@ -53,7 +53,7 @@ class Shard(WorkerProc):
         self._store = store
         self._me = me
         self._link = link
-        self._slot = link.slot
+        self._entry = link.entry
         self._loaded = False
         if current_platform.is_cpu():
             complete_cpu_communicator()
@@ -75,7 +75,7 @@ class Shard(WorkerProc):
             setattr(self.worker, name, self._fatal_on_error(name, method))
 
     def _init_message_queues(self, input_shm_handle: Any, vllm_config: Any) -> None:
-        channel = RankChannel(self._spec, self._me, self._store, self._slot, self._link_lost, self._own)
+        channel = RankChannel(self._spec, self._me, self._store, self._entry, self._link_lost, self._own)
         channel.open()
         self.rpc_broadcast_mq = channel.inbox
         self.worker_response_mq = channel.reply
@@ -114,11 +114,11 @@ class Shard(WorkerProc):
             if rpc_request[0] == LAST_OF_LOADING:
                 self._has_loaded()
             return
-        self._slot.step_begin()
+        self._entry.step_begin()
         try:
             super()._execute_worker_rpc(rpc_request)
         finally:
-            self._slot.step_end()
+            self._entry.step_end()
 
     def _has_loaded(self) -> None:
         self._loaded = True
@@ -126,7 +126,7 @@ class Shard(WorkerProc):
         remove_shared(_shared_name(self._spec, self._me))
         # Not before: a thread has its name, by which it is found, only from its own first moment on.
         free_gloo_threads(parse_cpus(self._me.cpus))
-        self._slot.state("ready")
+        self._entry.state("ready")
 
     def obey(self) -> None:
         """Run the driver's messages until it says stop; returns then."""
@@ -142,7 +142,7 @@ class Shard(WorkerProc):
             self.shutdown()
 
 
-def shm_name(spec: ControlSpec, me: RankInfo) -> str:
+def shm_name(spec: JobSpec, me: RankInfo) -> str:
     """The `distributed_init_method` of a rank: never connected to (the default group exists already), but
 
     where the CPU has AVX-512 vLLM names the memory that ranks share after the part behind the last colon, and
@@ -151,11 +151,11 @@ def shm_name(spec: ControlSpec, me: RankInfo) -> str:
     return f"env://spmd_serve:{_shared_name(spec, me)}"
 
 
-def _shared_name(spec: ControlSpec, me: RankInfo) -> str:
-    return shared_name(spec.generation, spec.layout.replica(me.rank), me.machine_id)
+def _shared_name(spec: JobSpec, me: RankInfo) -> str:
+    return shared_name(spec.round_id, spec.layout.replica(me.rank), me.machine_id)
 
 
-def place_config(vllm_config: Any, spec: ControlSpec, me: RankInfo) -> None:
+def place_config(vllm_config: Any, spec: JobSpec, me: RankInfo) -> None:
     """Tell the shard's configuration which replica it belongs to, and which device or memory is its own.
 
     vLLM's GPU worker uses device ``local_rank + data_parallel_rank_local * PP * TP``; with
@@ -177,7 +177,7 @@ def place_config(vllm_config: Any, spec: ControlSpec, me: RankInfo) -> None:
         cache.gpu_memory_utilization /= memory_rivals(spec.cluster, me)
 
 
-def open_world(vllm_config: Any, store: TorchStore, spec: ControlSpec, me: RankInfo) -> None:
+def open_world(vllm_config: Any, store: TorchStore, spec: JobSpec, me: RankInfo) -> None:
     """Make the default process group that vLLM then uses as it is.
 
     Dense replicas are worlds of their own; MoE replicas share one world of DP·PP·TP ranks.
@@ -213,7 +213,7 @@ def world_device(local_rank: int) -> torch.device | None:
     return None
 
 
-def check_layout(spec: ControlSpec, me: RankInfo) -> None:
+def check_layout(spec: JobSpec, me: RankInfo) -> None:
     """Assert our layout formula against vLLM's own groups, once they exist."""
     from vllm.distributed.parallel_state import get_dp_group, get_ep_group, get_pp_group, get_tp_group
 

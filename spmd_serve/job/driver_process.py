@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from multiprocessing.context import ForkProcess
 
-from spmd_serve.config.job_spec import ControlSpec, leave_steps_to_the_watcher
+from spmd_serve.config.job_spec import JobSpec, leave_steps_to_the_watcher
 from spmd_serve.errors import ExitCode, SpmdError
 from spmd_serve.job.spawn_main import be_main_of_spawned
 from spmd_serve.liveness import End, WatcherLink, keep_answering
@@ -47,7 +47,7 @@ class DriverChild:
         cls,
         name: str,
         body: Callable[[], int],
-        spec: ControlSpec,
+        spec: JobSpec,
         fork_engines: bool,
         part: tuple[int, int] = (0, 1),
         early_end: SpmdError | None = None,
@@ -118,7 +118,7 @@ def how_ended(name: str, code: int) -> str:
 def _run(
     name: str,
     body: Callable[[], int],
-    spec: ControlSpec,
+    spec: JobSpec,
     fork_engines: bool,
     part: tuple[int, int],
     early_end: SpmdError | None,
@@ -140,7 +140,7 @@ def _run(
 
         vllm_compat.fork_engine_cores()
     hello = {"kind": "api", "name": name, "rank": None}
-    link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=keep_answering)
+    link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_root_cause=keep_answering)
 
     def leave(*_: object) -> None:
         """Nobody is served while engine cores load (later, SIGTERM has another handler): leave.

@@ -4,10 +4,10 @@ import argparse
 import threading
 from collections.abc import Callable
 
-from spmd_serve.config.job_spec import ControlSpec
+from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.errors import ExitCode, PeerLost
 from spmd_serve.job.driver_process import DriverChild, how_ended
-from spmd_serve.job.job import LAST_WORDS_S, Job
+from spmd_serve.job.job import REPORT_S, Job
 
 VERDICT_S = 2.0
 """How long a verdict may take, once an accusation of a process's own is made."""
@@ -20,7 +20,7 @@ ENDED_WELL = (ExitCode.OK, ExitCode.LINES_FAILED, ExitCode.STOPPED)
 def start_child(
     job: Job,
     args: argparse.Namespace,
-    spec: ControlSpec,
+    spec: JobSpec,
     name: str,
     body: Callable[[], int],
     fork_engines: bool,
@@ -33,7 +33,7 @@ def start_child(
     watch_coordinators(spec)
     child = DriverChild.start(name, body, spec, fork_engines, job.part, job.early_end)
     job.drain_with(lambda reason: child.drain())
-    job.before_exit(lambda: child.wait(LAST_WORDS_S))
+    job.before_exit(lambda: child.wait(REPORT_S))
     child.watch(lambda code: _child_ended(job, name, code))
     return child
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from spmd_serve.config.flags import Flags
 from spmd_serve.errors import ExitCode, PeerLost, SpmdError, is_of_a_peer, missing_package
-from spmd_serve.liveness import End, Verdict, WatchConfig, WatcherLink, start_watcher, watcher_address
+from spmd_serve.liveness import End, RootCause, WatchConfig, WatcherLink, start_watcher, watcher_address
 from spmd_serve.liveness.cleanup import use_scratch
 from spmd_serve.system import cores, log, network
 from spmd_serve.system.network import host_name
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WATCHER_TIMEOUT_S = 30.0
 GRACE_S = 2.0
 """How long a process may take to end by itself after the verdict; the watcher then kills it."""
-LAST_WORDS_S = 1.2
+REPORT_S = 1.2
 """How long a rank with a child stays after the verdict: the API server, which dies with it, tells clients."""
 END_S = 5.0
 """How long a rank may still be busy once the job's normal end is announced."""
@@ -99,7 +99,7 @@ class Job:
         use_scratch(self.watcher, os.environ)
         hello = {"kind": "rank", "name": f"torchrun rank {env.rank}", "rank": None}
         self.link = WatcherLink.connect(
-            self.watcher, hello, WATCHER_TIMEOUT_S, self._verdict, self._drain, self._end
+            self.watcher, hello, WATCHER_TIMEOUT_S, self._root_cause, self._drain, self._end
         )
 
     def _join(self) -> None:
@@ -138,7 +138,7 @@ class Job:
                     ranks=tuple(tuple(info.rank for info in node) for node in cluster.nodes),
                     head_address=address,
                     head_port=port,
-                    generation=self.membership.nonce,
+                    round_id=self.membership.round_id,
                     rank_timeout=flags.rank_timeout,
                     step_timeout=flags.step_timeout,
                     join_timeout=flags.join_timeout,
@@ -181,8 +181,8 @@ class Job:
         """
         from spmd_serve.rendezvous.vote import vote
 
-        seat, patience_s = self.membership, self.flags.join_timeout if timeout_s is None else timeout_s
-        vote(seat.store, seat.me, seat.cluster, what, problem, patience_s, self.say)
+        membership, patience_s = self.membership, self.flags.join_timeout if timeout_s is None else timeout_s
+        vote(membership.store, membership.me, membership.cluster, what, problem, patience_s, self.say)
 
     @contextmanager
     def voting(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
@@ -231,7 +231,7 @@ class Job:
             on_drain(asked)
 
     def before_exit(self, call: Callable[[], object]) -> None:
-        """What to do, within `LAST_WORDS_S`, before a verdict ends this process."""
+        """What to do, within `REPORT_S`, before a verdict ends this process."""
         self._before_exit = call
 
     # What comes from elsewhere, in threads.
@@ -321,12 +321,12 @@ class Job:
         if self.most_nodes > self._least_nodes:
             self._signalled.wait(LINGER_S)
 
-    def _verdict(self, verdict: Verdict) -> None:
+    def _root_cause(self, root_cause: RootCause) -> None:
         if self._before_exit is not None:
             self._before_exit()
         # The watcher prints the cause, as the host's last line, when its members are gone.
         alone = self.link.watcher_lost and self.env.local_rank == 0
-        report(PeerLost(verdict.cause), quiet=not alone)
+        report(PeerLost(root_cause.cause), quiet=not alone)
         os._exit(ExitCode.FAILED)
 
 

@@ -4,15 +4,15 @@ Stdlib only, so that a watcher is forked before anything heavy is imported.
 """
 
 from spmd_serve.liveness.client import WatcherLink, keep_answering
-from spmd_serve.liveness.protocol import End, Verdict, WatchConfig
+from spmd_serve.liveness.protocol import End, RootCause, WatchConfig
 from spmd_serve.liveness.spawn import spawn_watcher, start_watcher, watcher_address
-from spmd_serve.liveness.status_table import BoardSlot, NullSlot
+from spmd_serve.liveness.status_table import NullStatusEntry, StatusEntry
 
 __all__ = [
-    "BoardSlot",
     "End",
-    "NullSlot",
-    "Verdict",
+    "NullStatusEntry",
+    "RootCause",
+    "StatusEntry",
     "WatchConfig",
     "WatcherLink",
     "keep_answering",

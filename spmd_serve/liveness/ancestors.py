@@ -8,7 +8,7 @@ from spmd_serve.liveness import descriptions
 from spmd_serve.liveness.event_loop import Loop
 from spmd_serve.liveness.members import Members
 from spmd_serve.liveness.procfs import ProcFile
-from spmd_serve.liveness.root_cause import Accusation, Weight
+from spmd_serve.liveness.root_cause import FailureReport, Weight
 
 
 class FamilyCourt(Protocol):
@@ -16,10 +16,10 @@ class FamilyCourt(Protocol):
 
     @property
     def host(self) -> str: ...
-    def accuse(self, accusation: Accusation) -> None: ...
+    def report_failure(self, failure: FailureReport) -> None: ...
 
 
-class Family:
+class Ancestors:
     """Watches both by pidfd; neither needs to have said hello."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Family:
         self._members.close_door()
         if self._members.alive and not self._parent_said_hello():
             who = descriptions.member("local rank 0", self._parent, self._court.host)
-            self._accuse(self._parent, Weight.WORDLESS, descriptions.ended(who, None, False))
+            self._report_failure(self._parent, Weight.UNEXPLAINED, descriptions.ended(who, None, False))
 
     def look(self) -> None:
         """At a member's death: the agent's may be its cause, though the agent's last thread still runs."""
@@ -74,13 +74,13 @@ class Family:
         self._close(pidfd)
         if self._agent_stat is not None:
             self._agent_stat.close()
-        self._accuse(pid, Weight.OWN, descriptions.agent_gone(pid, self._court.host))
+        self._report_failure(pid, Weight.OWN, descriptions.agent_gone(pid, self._court.host))
 
     def _close(self, pidfd: int) -> None:
         self._loop.forget(pidfd)
         os.close(pidfd)
 
-    def _accuse(self, pid: int, weight: Weight, cause: str) -> None:
+    def _report_failure(self, pid: int, weight: Weight, cause: str) -> None:
         # Before all members of the same moment, whose ancestors they are.
         host = self._court.host
-        self._court.accuse(Accusation(f"{host} {pid} end", weight, cause, None, host, order=-1))
+        self._court.report_failure(FailureReport(f"{host} {pid} end", weight, cause, None, host, order=-1))

@@ -47,13 +47,13 @@ def remove_scratch(watcher: str) -> None:
     shutil.rmtree(scratch_folder(watcher), ignore_errors=True)
 
 
-def shared_name(generation: str, replica: int, machine: str) -> str:
+def shared_name(round_id: str, replica: int, machine: str) -> str:
     """How a rank's names in /dev/shm begin: alike for those ranks of a replica that see the same /dev/shm.
 
     `machine`: the boot id. Containers of one machine have a /dev/shm each, with a device number each.
     """
     place = f"{machine}/{os.uname().nodename}/{SHARED.stat().st_dev if SHARED.is_dir() else 0}"
-    return f"{generation}r{replica}m{zlib.crc32(place.encode()):08x}"
+    return f"{round_id}r{replica}m{zlib.crc32(place.encode()):08x}"
 
 
 def remove_shared(beginning: str) -> None:

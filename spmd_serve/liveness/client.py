@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spmd_serve.errors import PeerLost, SpmdError
-from spmd_serve.liveness.connect import Seat, take_seat
-from spmd_serve.liveness.protocol import STACKS_SIGNAL, End, Hello, Verdict, WatchConfig
-from spmd_serve.liveness.root_cause import LivedClock
-from spmd_serve.liveness.status_table import BoardSlot
+from spmd_serve.liveness.connect import Registration, register
+from spmd_serve.liveness.protocol import STACKS_SIGNAL, End, Hello, RootCause, WatchConfig
+from spmd_serve.liveness.root_cause import PauseTolerantClock
+from spmd_serve.liveness.status_table import StatusEntry
 from spmd_serve.system.log import say
 from spmd_serve.system.process import open_pidfd, send_signal, wait_readable
 from spmd_serve.wire.lines import BadLine, Message, pack, unpack
@@ -28,13 +28,13 @@ _LONGEST_CAUSE = 4000
 """Characters: a line this short is sent by one call, whole, so that no lock is needed."""
 
 
-def end_process(verdict: Verdict) -> None:
+def end_process(root_cause: RootCause) -> None:
     """The default answer to a verdict: one line to stderr, then exit code 1 without any clean-up."""
-    say(f"spmd_serve: {verdict.cause}")
+    say(f"spmd_serve: {root_cause.cause}")
     os._exit(1)
 
 
-def keep_answering(verdict: Verdict) -> None:
+def keep_answering(root_cause: RootCause) -> None:
     """The answer of who serves clients: they get an error from the engine's end; the grace time ends us."""
 
 
@@ -44,29 +44,29 @@ class WatcherLink:
     In a forked child the link is closed and its methods that only send do nothing: a child makes its own.
     """
 
-    slot: BoardSlot
+    entry: StatusEntry
     """Where this member notes its steps."""
     watcher_pid: int
 
     def __init__(
         self,
-        seat: Seat,
-        on_verdict: Callable[[Verdict], None],
+        registration: Registration,
+        on_root_cause: Callable[[RootCause], None],
         on_drain: Callable[[str], None] | None,
         on_end: Callable[[End], None] | None,
     ) -> None:
-        self.slot = seat.slot
-        self.watcher_pid = seat.watcher_pid
-        self.verdict: Verdict | None = None
+        self.entry = registration.entry
+        self.watcher_pid = registration.watcher_pid
+        self.root_cause: RootCause | None = None
         self.has_ended = False
         self.watcher_lost = False
         """The verdict is our own: there is no watcher that would print it."""
-        self._host = seat.host
-        self._watcher = open_pidfd(seat.watcher_pid)
-        self._sock = seat.sock
-        self._lines = seat.lines
-        self._on_verdict, self._on_drain, self._on_end = on_verdict, on_drain, on_end
-        self._rank_timeout, self._grace_s = seat.rank_timeout, seat.grace_s
+        self._host = registration.host
+        self._watcher = open_pidfd(registration.watcher_pid)
+        self._sock = registration.sock
+        self._lines = registration.lines
+        self._on_root_cause, self._on_drain, self._on_end = on_root_cause, on_drain, on_end
+        self._rank_timeout, self._grace_s = registration.rank_timeout, registration.grace_s
         self._left = False
         self._closed = threading.Event()
         self._numbers = itertools.count(1)
@@ -81,7 +81,7 @@ class WatcherLink:
         address: str,
         hello: Mapping[str, Any],
         deadline_s: float,
-        on_verdict: Callable[[Verdict], None] = end_process,
+        on_root_cause: Callable[[RootCause], None] = end_process,
         on_drain: Callable[[str], None] | None = None,
         on_end: Callable[[End], None] | None = None,
         stacks: bool = True,
@@ -104,7 +104,7 @@ class WatcherLink:
             "stacks": stacks,
             **{name: hello.get(name) for name in ("kind", "name", "rank")},
         }
-        link = cls(take_seat(address, said, deadline_s), on_verdict, on_drain, on_end)
+        link = cls(register(address, said, deadline_s), on_root_cause, on_drain, on_end)
         link._thread.start()
         return link
 
@@ -209,7 +209,7 @@ class WatcherLink:
     # What a member hears.
 
     def _run(self) -> None:
-        clock = LivedClock(2 * _SLICE_S)
+        clock = PauseTolerantClock(2 * _SLICE_S)
         heard = clock.tick(time.monotonic())
         try:
             while True:
@@ -244,8 +244,8 @@ class WatcherLink:
         elif kind == "watch":
             self._host = str(message["host"])
             self._rank_timeout, self._grace_s = float(message["rank_timeout"]), float(message["grace_s"])
-        elif kind == "verdict":
-            self._tell(Verdict.from_json(message["verdict"]))
+        elif kind == "root_cause":
+            self._tell(RootCause.from_json(message["root_cause"]))
         elif kind == "drain" and self._on_drain is not None:
             self._call(self._on_drain, str(message["reason"]))
         elif kind == "end" and not self.has_ended:
@@ -272,20 +272,20 @@ class WatcherLink:
         if self._left or self.has_ended:
             return
         self.watcher_lost = True
-        self._tell(Verdict(cause, None, self._host, time.time(), for_s))
+        self._tell(RootCause(cause, None, self._host, time.time(), for_s))
         # Nobody else is left who would do it.
         if not self._closed.wait(self._grace_s):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _tell(self, verdict: Verdict) -> None:
-        if self.verdict is not None:
+    def _tell(self, root_cause: RootCause) -> None:
+        if self.root_cause is not None:
             return
-        self.verdict = verdict
+        self.root_cause = root_cause
         try:
-            self._on_verdict(verdict)
+            self._on_root_cause(root_cause)
         except BaseException as problem:
             say(f"spmd_serve: on_verdict failed: {problem!r}")
-            end_process(verdict)
+            end_process(root_cause)
 
     def _let_go(self) -> None:
         self._sock.close()
@@ -294,7 +294,7 @@ class WatcherLink:
             self._watcher = None
 
     def _forked(self) -> None:
-        self.slot.detach()
+        self.entry.detach()
         self._left = True
         self._let_go()
 

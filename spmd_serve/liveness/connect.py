@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 from spmd_serve.errors import PeerLost, SpmdError
 from spmd_serve.liveness.status import socket_name
-from spmd_serve.liveness.status_table import BoardSlot
+from spmd_serve.liveness.status_table import StatusEntry
 from spmd_serve.wire.lines import BadLine, LineBuffer, Message, pack, unpack
 
 _AGAIN_S = 0.05
 
 
-class Seat(NamedTuple):
+class Registration(NamedTuple):
     """What a member was given; `lines` holds what the watcher has said behind its welcome."""
 
     sock: socket.socket
-    slot: BoardSlot
+    entry: StatusEntry
     lines: LineBuffer
     watcher_pid: int
     host: str
@@ -26,13 +26,13 @@ class Seat(NamedTuple):
     grace_s: float
 
 
-def take_seat(address: str, hello: Message, deadline_s: float) -> Seat:
+def register(address: str, hello: Message, deadline_s: float) -> Registration:
     """Try until the watcher at `address` welcomes us. Raises PeerLost after `deadline_s` seconds."""
     deadline = time.monotonic() + deadline_s
     while True:
-        seat = _try(address, pack(hello), deadline)
-        if seat is not None:
-            return seat
+        registration = _try(address, pack(hello), deadline)
+        if registration is not None:
+            return registration
         if time.monotonic() > deadline:
             raise PeerLost(
                 f"no watcher on this host at {address} within {deadline_s:g} s: "
@@ -41,7 +41,7 @@ def take_seat(address: str, hello: Message, deadline_s: float) -> Seat:
         time.sleep(_AGAIN_S)
 
 
-def _try(address: str, hello: bytes, deadline: float) -> Seat | None:
+def _try(address: str, hello: bytes, deadline: float) -> Registration | None:
     """None when there is no watcher (yet), or it takes nobody in: it is the one of the round before."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -51,19 +51,19 @@ def _try(address: str, hello: bytes, deadline: float) -> Seat | None:
         if owner != os.geteuid():
             raise SpmdError(f"the watcher's address {address} is taken by a process of user {owner}")
         sock.sendall(hello)
-        seat = _welcomed(sock)
+        registration = _welcomed(sock)
         sock.settimeout(None)
     except (OSError, BadLine):
-        seat = None
+        registration = None
     except BaseException:
         sock.close()
         raise
-    if seat is None:
+    if registration is None:
         sock.close()
-    return seat
+    return registration
 
 
-def _welcomed(sock: socket.socket) -> Seat | None:
+def _welcomed(sock: socket.socket) -> Registration | None:
     lines = LineBuffer()
     # The welcome comes in one piece with the board's descriptor; what follows it may be in the same piece.
     data, descriptors, _, _ = socket.recv_fds(sock, 65536, 1, socket.MSG_CMSG_CLOEXEC)
@@ -73,9 +73,9 @@ def _welcomed(sock: socket.socket) -> Seat | None:
             return None
         welcome = unpack(first)
         lines.feed(behind)
-        return Seat(
+        return Registration(
             sock=sock,
-            slot=BoardSlot(descriptors[0], int(welcome["slot"])),
+            entry=StatusEntry(descriptors[0], int(welcome["entry"])),
             lines=lines,
             watcher_pid=int(welcome["pid"]),
             host=str(welcome["host"]),

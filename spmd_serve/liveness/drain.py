@@ -73,7 +73,7 @@ class Drain:
         self._all_have = True
         return True
 
-    def news(self) -> list[Message]:
+    def events(self) -> list[Message]:
         """What a newly connected host or follower must know of it."""
         if self.reason is None:
             return []

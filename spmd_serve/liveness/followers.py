@@ -28,11 +28,11 @@ class Followers:
         self._on_drained = on_drained
         self._draining_since: float | None = None
 
-    def add(self, conn: Conn, drain_s: float, news: Iterable[Message]) -> Follower:
+    def add(self, conn: Conn, drain_s: float, events: Iterable[Message]) -> Follower:
         """Take one in, and tell it so, and what has happened so far."""
         follower = Follower(conn, drain_s)
         self._all.append(follower)
-        for message in ({"t": "welcome"}, *news):
+        for message in ({"t": "welcome"}, *events):
             conn.send(pack(message))
         return follower
 

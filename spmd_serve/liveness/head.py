@@ -11,7 +11,7 @@ from typing import Protocol
 from spmd_serve.liveness import descriptions
 from spmd_serve.liveness.event_loop import Conn, Loop, log
 from spmd_serve.liveness.protocol import End, WatchConfig, beat_s
-from spmd_serve.liveness.root_cause import Accusation, Weight, host_key, patience_s
+from spmd_serve.liveness.root_cause import FailureReport, Weight, host_key, patience_s
 from spmd_serve.wire.lines import BadLine, Message, Seal, pack
 
 HELLO_BYTES = 4096
@@ -33,12 +33,12 @@ class HeadCourt(Protocol):
     def now(self) -> float: ...
     @property
     def over(self) -> bool: ...
-    def accuse(self, accusation: Accusation) -> None: ...
-    def withdraw(self, key: str) -> None: ...
+    def report_failure(self, failure: FailureReport) -> None: ...
+    def retract(self, key: str) -> None: ...
     def request_drain(self, reason: str) -> None: ...
     def serves(self, message: Message) -> None: ...
     def end(self, then: Callable[[], None], end: End) -> None: ...
-    def news(self) -> list[Message]: ...
+    def events(self) -> list[Message]: ...
 
 
 @dataclass
@@ -121,16 +121,20 @@ class Head:
             node = self.nodes.get(number)
             if node is None:
                 if now - self._configured_at > config.join_timeout:
-                    self._accuse(number, descriptions.not_joined(where, config.join_timeout), None)
+                    self._report_failure(number, descriptions.not_joined(where, config.join_timeout), None)
             elif not node.left and now - node.heard > silence_s(config.rank_timeout):
-                self._accuse(number, descriptions.host_silent(where, now - node.heard), now - node.heard)
+                self._report_failure(
+                    number, descriptions.host_silent(where, now - node.heard), now - node.heard
+                )
 
-    def _accuse(self, number: int, cause: str, age_s: float | None) -> None:
+    def _report_failure(self, number: int, cause: str, age_s: float | None) -> None:
         assert self._config is not None
         ranks = self._config.ranks[number]
         rank = ranks[0] if len(ranks) == 1 else None
         host = self._config.hosts[number]
-        self._court.accuse(Accusation(host_key(number), Weight.HOST, cause, rank, host, number, age_s))
+        self._court.report_failure(
+            FailureReport(host_key(number), Weight.HOST, cause, rank, host, number, age_s)
+        )
 
     # Connections.
 
@@ -168,7 +172,7 @@ class Head:
         assert self._config is not None
         number = int(message["node"])
         if message["t"] != "hello" or not hmac.compare_digest(
-            str(message["generation"]).encode(), self._config.generation.encode()
+            str(message["round_id"]).encode(), self._config.round_id.encode()
         ):
             raise BadLine("it belongs to another run")
         if not 0 < number < len(self._config.hosts) or number in self.nodes:
@@ -179,20 +183,20 @@ class Head:
         node.number, node.heard = number, self._court.now
         self.nodes[number] = node
         node.tell({"t": "welcome"})
-        for news in self._court.news():
-            node.tell(news)
+        for events in self._court.events():
+            node.tell(events)
 
     def _hear(self, node: Node, message: Message) -> None:
         assert node.number is not None
         node.heard = self._court.now
-        self._court.withdraw(host_key(node.number))
+        self._court.retract(host_key(node.number))
         kind = message["t"]
         if kind == "beat":
             node.table = list(message["table"])
-        elif kind == "accuse":
-            self._court.accuse(Accusation.from_json(message["accusation"]))
-        elif kind == "withdraw":
-            self._court.withdraw(str(message["key"]))
+        elif kind == "report_failure":
+            self._court.report_failure(FailureReport.from_json(message["failure"]))
+        elif kind == "retract":
+            self._court.retract(str(message["key"]))
         elif kind == "serving":
             self._court.serves(message)
         elif kind == "drain":
@@ -219,7 +223,7 @@ class Head:
             where = descriptions.host(self._config.hosts[node.number], self._config.ranks[node.number])
             log(f"the connection from {where} is closed{f': {reason}' if reason else ''}")
             silent_s = self._court.now - node.heard
-            self._accuse(
+            self._report_failure(
                 node.number, descriptions.host_lost(where, silent_s, self._config.rank_timeout), silent_s
             )
 

@@ -14,9 +14,9 @@ from spmd_serve.liveness.followers import Follower, Followers
 from spmd_serve.liveness.hang import TROUBLES, Limits, Progress, Sighting, Trouble
 from spmd_serve.liveness.procfs import OomCounter, ProcFile, ProcStat, catches, ending_of
 from spmd_serve.liveness.protocol import KINDS, STACKS_SIGNAL, Hello
-from spmd_serve.liveness.root_cause import Accusation, Weight
+from spmd_serve.liveness.root_cause import FailureReport, Weight
 from spmd_serve.liveness.stacks import ask_in_turn
-from spmd_serve.liveness.status_table import Board, SlotReading
+from spmd_serve.liveness.status_table import EntryReading, StatusTable
 from spmd_serve.system.process import has_ended, open_pidfd, send_signal
 from spmd_serve.wire.lines import BadLine, Message, pack, unpack
 
@@ -34,13 +34,13 @@ class Court(Protocol):
     @property
     def limits(self) -> Limits: ...
     def somebody_died(self) -> None: ...
-    def accuse(self, accusation: Accusation) -> None: ...
-    def withdraw(self, key: str) -> None: ...
+    def report_failure(self, failure: FailureReport) -> None: ...
+    def retract(self, key: str) -> None: ...
     def rules(self) -> Message: ...
     def greeting(self) -> list[Message]: ...
     def request(self, member: "Member", message: Message) -> None: ...
     def view(self) -> Message: ...
-    def news(self) -> list[Message]: ...
+    def events(self) -> list[Message]: ...
     @property
     def followers(self) -> Followers: ...
 
@@ -54,7 +54,7 @@ class Member:
     pidfd: int
     stat: ProcFile
     conn: Conn
-    slot: int
+    entry: int
     writes_stacks: bool
     progress: Progress = field(default_factory=Progress)
     look: ProcStat | None = None
@@ -75,7 +75,7 @@ class Members:
         self._court = court
         self._loop = loop
         self._listener: socket.socket | None = listener
-        self._board = Board()
+        self._status_table = StatusTable()
         self._oom = OomCounter()
         self.all: list[Member] = []
         listener.setblocking(False)
@@ -126,7 +126,8 @@ class Members:
     def table(self) -> list[Message]:
         """One row per member, for views and for the head's watcher."""
         return [
-            status.row(member, self._board.read(member.slot) if member.alive else None) for member in self.all
+            status.row(member, self._status_table.read(member.entry) if member.alive else None)
+            for member in self.all
         ]
 
     def troubles(self) -> list[Message]:
@@ -168,7 +169,7 @@ class Members:
                     self._court.followers.hear(follower[0], message)
                 elif message["t"] == "follow":
                     drain_s = float(message["drain_s"])
-                    follower.append(self._court.followers.add(conn, drain_s, self._court.news()))
+                    follower.append(self._court.followers.add(conn, drain_s, self._court.events()))
                 else:
                     guest.extend(self._admit(conn, pid, message))
             except (KeyError, TypeError, ValueError) as problem:
@@ -192,18 +193,18 @@ class Members:
                 self._died(member)
         hello = Hello.of(message)
         pidfd = open_pidfd(pid) if self._listener is not None else None
-        slot = self._board.take() if pidfd is not None else None
-        if pidfd is None or slot is None:
+        entry = self._status_table.take() if pidfd is not None else None
+        if pidfd is None or entry is None:
             conn.send(pack({"t": "refused"}))
             conn.close()
             return []
         stat = ProcFile(pid)
-        member = Member(hello, pid, pidfd, stat, conn, slot, bool(message.get("stacks")))
+        member = Member(hello, pid, pidfd, stat, conn, entry, bool(message.get("stacks")))
         self.all.append(member)
         self._loop.watch_end(pidfd, lambda _events: self._died(member))
-        welcome = {**self._court.rules(), "t": "welcome", "slot": slot, "pid": os.getpid()}
+        welcome = {**self._court.rules(), "t": "welcome", "entry": entry, "pid": os.getpid()}
         try:
-            socket.send_fds(conn.sock, [pack(welcome)], [self._board.fd])
+            socket.send_fds(conn.sock, [pack(welcome)], [self._status_table.fd])
         except OSError:
             return []  # gone already: its pidfd tells
         for more in self._court.greeting():
@@ -223,7 +224,7 @@ class Members:
         elif kind == "failed":
             if not member.excused:
                 weight = Weight.PEER if message.get("peer") else Weight.OWN
-                self._accuse(
+                self._report_failure(
                     member, "end", weight, descriptions.said(self._who(member), str(message["cause"]))
                 )
             member.excused = True
@@ -239,7 +240,7 @@ class Members:
         if member.look is None or member.look.dying:
             self._died(member)
             return
-        reading = self._board.read(member.slot)
+        reading = self._status_table.read(member.entry)
         sighting = Sighting(
             member.look.stopped,
             reading.started,
@@ -254,29 +255,29 @@ class Members:
         trouble = member.progress.trouble(self._court.limits, self._court.now)
         for name in TROUBLES:
             if trouble is None or name != trouble[0]:
-                self._court.withdraw(self._key(member, name))
+                self._court.retract(self._key(member, name))
         if trouble is not None:
-            self._accuse_trouble(member, *trouble, reading)
+            self._report_trouble(member, *trouble, reading)
 
-    def _accuse_trouble(self, member: Member, trouble: Trouble, for_s: float, reading: SlotReading) -> None:
+    def _report_trouble(self, member: Member, trouble: Trouble, for_s: float, reading: EntryReading) -> None:
         who, awaited = self._who(member), reading.awaits
         if trouble == "stopped":
-            self._accuse(member, trouble, Weight.OWN, descriptions.stopped(who, for_s), for_s)
+            self._report_failure(member, trouble, Weight.OWN, descriptions.stopped(who, for_s), for_s)
         elif trouble == "stuck":
-            self._accuse(
+            self._report_failure(
                 member, trouble, Weight.HUNG, descriptions.stuck(who, reading.done + 1, for_s), for_s
             )
         elif trouble == "stalled" and awaited is not None:
             host = self._court.host_of(awaited)
             cause = descriptions.owes_reply(awaited, host, who, for_s)
-            self._accuse(member, trouble, Weight.IDLE_DRIVER, cause, for_s, (awaited, host))
+            self._report_failure(member, trouble, Weight.IDLE_DRIVER, cause, for_s, (awaited, host))
         elif trouble == "stalled":
-            self._accuse(member, trouble, Weight.IDLE_DRIVER, descriptions.stalled(who, for_s), for_s)
+            self._report_failure(member, trouble, Weight.IDLE_DRIVER, descriptions.stalled(who, for_s), for_s)
         else:
             driver = member.hello.kind != "rank"
             weight = Weight.IDLE_DRIVER if driver else Weight.IDLE
             cause = descriptions.silent(who, for_s) if driver else descriptions.idle(who, for_s)
-            self._accuse(member, trouble, weight, cause, for_s)
+            self._report_failure(member, trouble, weight, cause, for_s)
 
     def _died(self, member: Member) -> None:
         if not member.alive:
@@ -291,18 +292,18 @@ class Members:
             polite = ending is None or ending.signal in (None, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
             cause = descriptions.ended(self._who(member), ending, out_of_memory)
             self._court.somebody_died()
-            self._accuse(member, "end", Weight.WORDLESS if polite else Weight.OWN, cause)
+            self._report_failure(member, "end", Weight.UNEXPLAINED if polite else Weight.OWN, cause)
         self._loop.forget(member.pidfd)
         os.close(member.pidfd)
         member.stat.close()
         member.conn.close()
-        self._board.give_back(member.slot)
+        self._status_table.give_back(member.entry)
         # A killed process's main thread, and so its children, may be dead a good while before its last thread
         # is: look at the others now, so that an ancestor is accused at the same moment as its descendants.
         for other in self.alive:
             self._look(other)
 
-    def _accuse(
+    def _report_failure(
         self,
         member: Member,
         what: str,
@@ -314,7 +315,9 @@ class Members:
         """`blamed`: the rank, and its host, that are to be named instead of the member."""
         order = KINDS.index(member.hello.kind)
         rank, host = blamed or (member.hello.rank, self._court.host)
-        self._court.accuse(Accusation(self._key(member, what), weight, cause, rank, host, order, age_s))
+        self._court.report_failure(
+            FailureReport(self._key(member, what), weight, cause, rank, host, order, age_s)
+        )
 
     def _key(self, member: Member, what: str) -> str:
         return f"{self._court.host} {member.pid} {what}"

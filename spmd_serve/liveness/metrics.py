@@ -32,7 +32,7 @@ def _lines(view: Mapping[str, Any]) -> Iterator[str]:
     members = view["members"]
     ranks = [({"rank": row["rank"], "host": row["host"]}, row) for row in members if row["kind"] == "rank"]
     drivers = [({"engine": row["name"], "host": row["host"]}, row) for row in members if row.get("sent")]
-    yield from _metric("info", "gauge", "This round.", [({"generation": view["generation"] or ""}, 1)])
+    yield from _metric("info", "gauge", "This round.", [({"round_id": view["round_id"] or ""}, 1)])
     yield from _metric("ready", "gauge", "1 while new requests are taken.", [({}, int(is_ready(view)))])
     yield from _metric("draining", "gauge", "1 once told to end.", [({}, int(view["draining"] is not None))])
     restarts = view["restarts"]
@@ -48,26 +48,26 @@ def _lines(view: Mapping[str, Any]) -> Iterator[str]:
     hosts = [({"host": host["host"]}, host["seen_s_ago"]) for host in view["hosts"]]
     seen = [(labels, age) for labels, age in hosts if age is not None]
     yield from _metric("host_sign_age_seconds", "gauge", "Seconds since a host's last sign of life.", seen)
-    yield from _of_failures(view.get("history") or {}, view["verdict"])
+    yield from _of_failures(view.get("history") or {}, view["root_cause"])
 
 
-def _of_failures(history: Mapping[str, Any], verdict: Mapping[str, Any] | None) -> Iterator[str]:
-    failures = history.get("failures", 0) + (verdict is not None)
+def _of_failures(history: Mapping[str, Any], root_cause: Mapping[str, Any] | None) -> Iterator[str]:
+    failures = history.get("failures", 0) + (root_cause is not None)
     yield from _metric("failures_total", "counter", "Rounds of this job that have failed.", [({}, failures)])
-    last = verdict if verdict is not None else history.get("last") or {}
+    last = root_cause if root_cause is not None else history.get("last") or {}
     for field, name, text in (
         ("detected_at", "last_failure_timestamp_seconds", "When the last failure was noticed (Unix time)."),
         ("detect_s", "last_failure_detect_seconds", "From the last sign of life, or the death, to that."),
     ):
         yield from _metric(name, "gauge", text, [({}, last[field])] if last.get(field) is not None else [])
-    if history.get("recover_s") is not None and verdict is None:
+    if history.get("recover_s") is not None and root_cause is None:
         text = "From when the last failure was noticed until the job served again."
         yield from _metric("last_failure_recover_seconds", "gauge", text, [({}, history["recover_s"])])
 
 
 def is_ready(view: Mapping[str, Any]) -> bool:
     """Whether the endpoint serves and takes new requests."""
-    is_ending = view["draining"] is not None or view["verdict"] is not None or view["ended"]
+    is_ending = view["draining"] is not None or view["root_cause"] is not None or view["ended"]
     return bool(view["serving"]) and not is_ending
 
 

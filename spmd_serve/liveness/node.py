@@ -11,8 +11,8 @@ from spmd_serve.liveness import descriptions
 from spmd_serve.liveness.drain import Drain
 from spmd_serve.liveness.event_loop import Conn, Loop, log
 from spmd_serve.liveness.head import HELLO_BYTES, silence_s
-from spmd_serve.liveness.protocol import End, Verdict, WatchConfig
-from spmd_serve.liveness.root_cause import HEAD_KEY, Accusation, Weight
+from spmd_serve.liveness.protocol import End, RootCause, WatchConfig
+from spmd_serve.liveness.root_cause import HEAD_KEY, FailureReport, Weight
 from spmd_serve.liveness.serving import Serving
 from spmd_serve.wire.lines import BadLine, Message, Seal, unpack
 
@@ -27,10 +27,10 @@ class NodeCourt(Protocol):
     def now(self) -> float: ...
     @property
     def over(self) -> bool: ...
-    def accuse(self, accusation: Accusation) -> None: ...
-    def withdraw(self, key: str) -> None: ...
+    def report_failure(self, failure: FailureReport) -> None: ...
+    def retract(self, key: str) -> None: ...
     def joined(self) -> None: ...
-    def pronounce(self, verdict: Verdict) -> None: ...
+    def declare(self, root_cause: RootCause) -> None: ...
     def ask_for_stacks(self) -> None: ...
     def request_drain(self, reason: str) -> None: ...
     @property
@@ -71,7 +71,7 @@ class Uplink:
             return
         if self.is_joined:
             if now - self._heard > silence_s(config.rank_timeout):
-                self._accuse(
+                self._report_failure(
                     descriptions.host_silent(f"the head, {self._head()}", now - self._heard),
                     now - self._heard,
                 )
@@ -80,7 +80,7 @@ class Uplink:
                 where = descriptions.host(config.hosts[config.node], config.ranks[config.node])
                 address, port = config.head_address, config.head_port
                 limit = config.join_timeout
-                self._accuse(
+                self._report_failure(
                     descriptions.head_unreachable(where, self._head(), address, port, limit, self._reason),
                     None,
                 )
@@ -90,10 +90,12 @@ class Uplink:
     def _head(self) -> str:
         return descriptions.host(self._config.hosts[0], self._config.ranks[0])
 
-    def _accuse(self, cause: str, age_s: float | None) -> None:
+    def _report_failure(self, cause: str, age_s: float | None) -> None:
         ranks = self._config.ranks[0]
         rank = ranks[0] if len(ranks) == 1 else None
-        self._court.accuse(Accusation(HEAD_KEY, Weight.HOST, cause, rank, self._config.hosts[0], 0, age_s))
+        self._court.report_failure(
+            FailureReport(HEAD_KEY, Weight.HOST, cause, rank, self._config.hosts[0], 0, age_s)
+        )
 
     # Connecting.
 
@@ -143,7 +145,7 @@ class Uplink:
             return
         message = self._seal.open(line)
         self._heard = self._court.now
-        self._court.withdraw(HEAD_KEY)
+        self._court.retract(HEAD_KEY)
         try:
             self._hear(message)
         except (KeyError, TypeError, ValueError) as problem:
@@ -158,7 +160,7 @@ class Uplink:
         hello = {
             "t": "hello",
             "node": self._config.node,
-            "generation": self._config.generation,
+            "round_id": self._config.round_id,
             "nonce": nonce,
         }
         self._conn.send(self._seal.wrap(hello))
@@ -170,8 +172,8 @@ class Uplink:
             self._conn.trust()
             self.is_joined = self._was_joined = True
             self._court.joined()
-        elif kind == "verdict":
-            self._court.pronounce(Verdict.from_json(message["verdict"]))
+        elif kind == "root_cause":
+            self._court.declare(RootCause.from_json(message["root_cause"]))
         elif kind == "stacks":
             self._court.ask_for_stacks()
         elif kind == "all-serve":
@@ -194,4 +196,4 @@ class Uplink:
             log(f"the connection to the head is closed{f': {reason}' if reason else ''}")
             silent_s = self._court.now - self._heard
             where = f"the head, {self._head()}"
-            self._accuse(descriptions.host_lost(where, silent_s, self._config.rank_timeout), silent_s)
+            self._report_failure(descriptions.host_lost(where, silent_s, self._config.rank_timeout), silent_s)

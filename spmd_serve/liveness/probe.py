@@ -105,14 +105,14 @@ def answer(path: str, court: ProbeCourt) -> Answer:
         return 200, metrics.CONTENT_TYPE, metrics.render(view)
     if path == "/live":
         troubles = court.troubles()
-        if view["verdict"] is not None:
-            return _as_json(503, {"status": "failed", **view["verdict"]})
+        if view["root_cause"] is not None:
+            return _as_json(503, {"status": "failed", **view["root_cause"]})
         if troubles:
             return _as_json(503, {"status": "stuck", "ranks": troubles})
         return _as_json(200, {"status": "live"})
     if path == "/ready":
-        if view["verdict"] is not None:
-            return _as_json(503, {"status": "failed", **view["verdict"]})
+        if view["root_cause"] is not None:
+            return _as_json(503, {"status": "failed", **view["root_cause"]})
         if view["draining"] is not None:
             return _as_json(503, {"status": "draining", "cause": view["draining"]})
         if not metrics.is_ready(view):

@@ -59,7 +59,7 @@ class WatchConfig:
     ranks: tuple[tuple[int, ...], ...]
     head_address: str
     head_port: int
-    generation: str
+    round_id: str
     rank_timeout: float = 10.0
     step_timeout: float = 300.0
     join_timeout: float = 30.0
@@ -112,7 +112,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RootCause:
     """The first cause of this job's end.
 
     cause: one sentence that names who, where and what.  rank: global rank, None when it was no rank.
@@ -131,7 +131,7 @@ class Verdict:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> "Verdict":
+    def from_json(cls, plain: Mapping[str, Any]) -> "RootCause":
         """Inverse of `to_json`."""
         rank, detect_s = plain["rank"], plain["detect_s"]
         return cls(

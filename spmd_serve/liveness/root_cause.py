@@ -11,7 +11,7 @@ class Weight(IntEnum):
 
     OWN = 0
     """Killed by a signal, stopped, or said itself what went wrong."""
-    WORDLESS = 1
+    UNEXPLAINED = 1
     """Ended without a word: an exit code, or not even that is known. Often a consequence of another's end."""
     HUNG = 2
     """A step makes no progress: all ranks of a collective then look alike."""
@@ -35,7 +35,7 @@ HEAD_KEY = host_key(0)
 
 SETTLE_S: Mapping[Weight, float] = {
     Weight.OWN: 0.3,
-    Weight.WORDLESS: 0.3,
+    Weight.UNEXPLAINED: 0.3,
     Weight.HUNG: 2.0,  # the stacks are written meanwhile
     Weight.HOST: 1.2,
     Weight.IDLE_DRIVER: 3.0,  # above heartbeat interval plus poll: a stopped driver is noticed by then
@@ -57,11 +57,11 @@ def patience_s(rank_timeout: float, weight: Weight, look_s: float) -> float:
     return max(_SHORTEST_PATIENCE[weight] * rank_timeout, rank_timeout - SETTLE_S[weight] - 2 * look_s)
 
 
-_FINAL = (Weight.OWN, Weight.WORDLESS, Weight.HOST, Weight.PEER)
+_FINAL = (Weight.OWN, Weight.UNEXPLAINED, Weight.HOST, Weight.PEER)
 
 
 @dataclass(frozen=True)
-class Accusation:
+class FailureReport:
     """Somebody is gone or stuck.
 
     key: what it is about; one key is heard once.  order: decides between accusations of one weight and
@@ -82,7 +82,7 @@ class Accusation:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> "Accusation":
+    def from_json(cls, plain: Mapping[str, Any]) -> "FailureReport":
         """Inverse of `to_json`; raises KeyError, TypeError or ValueError for anything else."""
         rank, age_s = plain["rank"], plain["age_s"]
         return cls(
@@ -96,30 +96,30 @@ class Accusation:
         )
 
 
-class Jury:
+class RootCauseArbiter:
     """Hears accusations, and after the shortest settling time among them names the most causal one."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, tuple[Accusation, float, float]] = {}
+        self._heard: dict[str, tuple[FailureReport, float, float]] = {}
 
-    def hear(self, accusation: Accusation, now: float, patience_s: float = 0.0) -> bool:
+    def hear(self, failure: FailureReport, now: float, patience_s: float = 0.0) -> bool:
         """Take one in, at time `now`; False when its key was heard before.
 
         `patience_s` is added to its settling time: a higher court is to decide, this one only if that fails.
         """
-        if accusation.key in self._heard:
+        if failure.key in self._heard:
             return False
-        self._heard[accusation.key] = (accusation, now, now + SETTLE_S[accusation.weight] + patience_s)
+        self._heard[failure.key] = (failure, now, now + SETTLE_S[failure.weight] + patience_s)
         return True
 
-    def withdraw(self, key: str) -> bool:
+    def retract(self, key: str) -> bool:
         """Forget one: the accused has shown life. False when there was none."""
         return self._heard.pop(key, None) is not None
 
     @property
-    def heard(self) -> list[Accusation]:
+    def heard(self) -> list[FailureReport]:
         """All accusations, in the order of their arrival."""
-        return [accusation for accusation, _, _ in self._heard.values()]
+        return [failure for failure, _, _ in self._heard.values()]
 
     @property
     def has_death(self) -> bool:
@@ -137,21 +137,21 @@ class Jury:
         return now - self._heard[key][1]
 
     def due(self) -> float | None:
-        """When `verdict` will have an answer; None while nothing was heard."""
+        """When `root_cause` will have an answer; None while nothing was heard."""
         return min((due for _, _, due in self._heard.values()), default=None)
 
-    def verdict(self, now: float) -> Accusation | None:
+    def root_cause(self, now: float) -> FailureReport | None:
         """The first cause, or None while more causal ones are still waited for."""
         due = self.due()
         return self.first() if due is not None and now >= due else None
 
-    def first(self) -> Accusation | None:
+    def first(self) -> FailureReport | None:
         """The most causal accusation of those heard so far."""
         best = min(self._heard.values(), key=lambda one: (one[0].weight, one[1], one[0].order), default=None)
         return None if best is None else best[0]
 
 
-class LivedClock:
+class PauseTolerantClock:
     """Time that this process itself has lived through, in seconds.
 
     An observer that was stopped, starved or paused together with its whole machine must not take that time

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from spmd_serve.liveness.protocol import Verdict
+from spmd_serve.liveness.protocol import RootCause
 from spmd_serve.wire.lines import Message
 
 _FILE = "spmd_serve.failures"
@@ -28,12 +28,12 @@ class Serving:
             with contextlib.suppress(OSError, ValueError):
                 self.history = dict(json.loads(self._file.read_text()))
 
-    def failed(self, verdict: Verdict) -> None:
+    def failed(self, root_cause: RootCause) -> None:
         """Leave word for the next round. Nothing is lost but numbers where the disk is full."""
         if self._file is not None:
             count = int(self.history.get("failures", 0)) + 1
             with contextlib.suppress(OSError):
-                self._file.write_text(json.dumps({"failures": count, "last": verdict.to_json()}))
+                self._file.write_text(json.dumps({"failures": count, "last": root_cause.to_json()}))
 
     def hear(self, message: Message) -> bool:
         """An endpoint takes requests; True when this was the last one to do so."""
@@ -49,6 +49,6 @@ class Serving:
         """On another host: the head says that all do."""
         self.all, self.history = True, dict(message["history"])
 
-    def news(self) -> Message:
+    def events(self) -> Message:
         """What the head tells."""
         return {"t": "all-serve", "history": self.history}

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from spmd_serve.liveness.status_table import SlotReading
+from spmd_serve.liveness.status_table import EntryReading
 from spmd_serve.wire.lines import Message
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def build(watcher: "Watcher") -> Message:
         for number, node in watcher.head.nodes.items():
             tables[number] = (node.table, watcher.now - node.heard)
     return {
-        "generation": config.generation if config is not None else None,
+        "round_id": config.round_id if config is not None else None,
         "restarts": watcher.restarts,
         "node": own,
         "clock": time.time(),
@@ -44,11 +44,11 @@ def build(watcher: "Watcher") -> Message:
         "history": watcher.serving.history,
         "draining": watcher.drain.reason,
         "ended": watcher.has_ended,
-        "verdict": watcher.verdict.to_json() if watcher.verdict is not None else None,
+        "root_cause": watcher.root_cause.to_json() if watcher.root_cause is not None else None,
     }
 
 
-def row(member: "Member", reading: SlotReading | None) -> Message:
+def row(member: "Member", reading: EntryReading | None) -> Message:
     """One member, with what it has noted; None: it is gone. Ages are seconds from now."""
     now, state, since = time.monotonic(), "gone", 0.0
     if reading is not None:

@@ -24,7 +24,7 @@ _WORKS_SINCE, _AWAITS = 11, 12
 _WORDS = SLOT_BYTES // 8
 
 
-class SlotReading(NamedTuple):
+class EntryReading(NamedTuple):
     """One look at a slot; times are CLOCK_MONOTONIC seconds of this host, 0.0 for never.
 
     busy_s: seconds in finished steps.  sent, host_bytes, network_bytes, send_s: a driver's messages, their
@@ -52,7 +52,7 @@ class SlotReading(NamedTuple):
         return max(self.started_at, self.done_at, self.turned_at)
 
 
-class Board:
+class StatusTable:
     """The watcher's side: owns the memory, hands out slots."""
 
     def __init__(self) -> None:
@@ -78,11 +78,11 @@ class Board:
         """The slot's owner is dead."""
         self._free.append(number)
 
-    def read(self, number: int) -> SlotReading:
+    def read(self, number: int) -> EntryReading:
         """What the slot's owner has noted."""
         at = number * _WORDS
         code = self._integers[at + _STATE]
-        return SlotReading(
+        return EntryReading(
             self._integers[at + _STARTED],
             self._integers[at + _DONE],
             STATES[code] if code < len(STATES) else "starting",
@@ -99,7 +99,7 @@ class Board:
         )
 
 
-class BoardSlot:
+class StatusEntry:
     """A member's side: notes what it does. Each call is a few stores to memory: no lock, no system call."""
 
     def __init__(self, fd: int, number: int) -> None:
@@ -166,7 +166,7 @@ class BoardSlot:
         self._floats = scratch.cast("d")
 
 
-class NullSlot:
+class NullStatusEntry:
     """The same methods, for a world without a watcher."""
 
     def step_begin(self) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from spmd_serve.liveness import status
-from spmd_serve.liveness.ancestors import Family
+from spmd_serve.liveness.ancestors import Ancestors
 from spmd_serve.liveness.drain import Drain
 from spmd_serve.liveness.event_loop import Loop, log
 from spmd_serve.liveness.hang import Limits
@@ -14,13 +14,19 @@ from spmd_serve.liveness.head import Head
 from spmd_serve.liveness.members import Member, Members
 from spmd_serve.liveness.node import Uplink
 from spmd_serve.liveness.probe import Probe
-from spmd_serve.liveness.protocol import End, Verdict, WatchConfig, beat_s
-from spmd_serve.liveness.root_cause import HEAD_KEY, Accusation, Jury, LivedClock, Weight
+from spmd_serve.liveness.protocol import End, RootCause, WatchConfig, beat_s
+from spmd_serve.liveness.root_cause import (
+    HEAD_KEY,
+    FailureReport,
+    PauseTolerantClock,
+    RootCauseArbiter,
+    Weight,
+)
 from spmd_serve.liveness.serving import Serving
 from spmd_serve.system.torchrun_env import job_folder
 from spmd_serve.wire.lines import Message
 
-_LAST_WORDS_S = 1.0
+_REPORT_S = 1.0
 """How long the watcher stays without members, to hear the verdict on their deaths or to find it."""
 _HIGHER_COURT_S = 1.0
 """How much longer than the head's watcher another one waits before it judges by itself."""
@@ -41,12 +47,12 @@ class Watcher:
         grace_s: float,
     ) -> None:
         """`parent`, `agent`: pid and pidfd of the rank that forked us, and of the torchrun agent."""
-        self._clock = LivedClock(0.0)
+        self._clock = PauseTolerantClock(0.0)
         self.loop = Loop()
         self.host = socket.gethostname()
         self.config: WatchConfig | None = None
         self.restarts = restarts
-        self.verdict: Verdict | None = None
+        self.root_cause: RootCause | None = None
         self.has_ended = False
         self._end = End()
         self.drain = Drain(self)
@@ -56,7 +62,7 @@ class Watcher:
         self.head: Head | None = None
         self.uplink: Uplink | None = None
         self.members = Members(self, self.loop, listener)
-        self._jury = Jury()
+        self._arbiter = RootCauseArbiter()
         self._grace_s = grace_s
         self._kill_at: float | None = None
         self._ends: list[End] = []
@@ -66,7 +72,7 @@ class Watcher:
         self._stacks_at = float("-inf")
         self._set_limits(Limits(rank_timeout, float("inf"), expect_turns=False))
         self._next_poll = self._next_beat = self.now
-        self._family = Family(self, self.loop, self.members, parent, agent)
+        self._ancestors = Ancestors(self, self.loop, self.members, parent, agent)
 
     def _set_limits(self, limits: Limits) -> None:
         self.limits = limits
@@ -99,7 +105,7 @@ class Watcher:
                 return
 
     def _sleep_s(self) -> float:
-        times = [self._next_poll, self._next_beat, self._kill_at, None if self.over else self._jury.due()]
+        times = [self._next_poll, self._next_beat, self._kill_at, None if self.over else self._arbiter.due()]
         return max(0.0, min(at for at in times if at is not None) - self.now)
 
     @property
@@ -109,33 +115,33 @@ class Watcher:
     @property
     def over(self) -> bool:
         """Nothing is a failure any more."""
-        return self.verdict is not None or self.has_ended
+        return self.root_cause is not None or self.has_ended
 
     def host_of(self, rank: int) -> str:
         """The host of a rank of the job."""
         nodes = zip(self.config.hosts, self.config.ranks, strict=True) if self.config is not None else ()
         return next((host for host, ranks in nodes if rank in ranks), self.host)
 
-    def accuse(self, accusation: Accusation) -> None:
+    def report_failure(self, failure: FailureReport) -> None:
         """Somebody is gone or stuck: judged here if this is the head, and there otherwise."""
         if self.over:
             return
-        judged_there = self.uplink is not None and self.uplink.is_joined and accusation.key != HEAD_KEY
-        if not self._jury.hear(accusation, self.now, _HIGHER_COURT_S if judged_there else 0.0):
+        judged_there = self.uplink is not None and self.uplink.is_joined and failure.key != HEAD_KEY
+        if not self._arbiter.hear(failure, self.now, _HIGHER_COURT_S if judged_there else 0.0):
             return
         if self.uplink is not None:
-            self.uplink.tell({"t": "accuse", "accusation": accusation.to_json()})
-        if accusation.weight in (Weight.HUNG, Weight.IDLE_DRIVER, Weight.IDLE):
+            self.uplink.tell({"t": "report_failure", "failure": failure.to_json()})
+        if failure.weight in (Weight.HUNG, Weight.IDLE_DRIVER, Weight.IDLE):
             self.ask_for_stacks()
 
     def somebody_died(self) -> None:
         """Before a member is accused of it: is it the end of its ancestors?"""
-        self._family.look()
+        self._ancestors.look()
 
-    def withdraw(self, key: str) -> None:
+    def retract(self, key: str) -> None:
         """The accused has shown life before the verdict."""
-        if self._jury.withdraw(key) and self.uplink is not None:
-            self.uplink.tell({"t": "withdraw", "key": key})
+        if self._arbiter.retract(key) and self.uplink is not None:
+            self.uplink.tell({"t": "retract", "key": key})
 
     def ask_for_stacks(self) -> None:
         """On all hosts, from the head; else on this one."""
@@ -148,29 +154,29 @@ class Watcher:
 
     def _judge(self) -> None:
         if not self.over:
-            first = self._jury.verdict(self.now)
+            first = self._arbiter.root_cause(self.now)
             if first is not None:
-                self._pronounce(first)
+                self._declare(first)
         if self._kill_at is not None and self.now >= self._kill_at:
             self._kill_at = None
             self.members.kill()
 
-    def _pronounce(self, first: Accusation) -> None:
-        detect_s = round((first.age_s or 0.0) + self._jury.waited(first.key, self.now), 3)
-        self.pronounce(Verdict(first.cause, first.rank, first.host, time.time(), detect_s))
+    def _declare(self, first: FailureReport) -> None:
+        detect_s = round((first.age_s or 0.0) + self._arbiter.waited(first.key, self.now), 3)
+        self.declare(RootCause(first.cause, first.rank, first.host, time.time(), detect_s))
 
-    def pronounce(self, verdict: Verdict) -> None:
+    def declare(self, root_cause: RootCause) -> None:
         """Once: tell everybody, and end whoever does not end by itself."""
         if self.over:
             return
-        self.verdict = verdict
-        self.serving.failed(verdict)
+        self.root_cause = root_cause
+        self.serving.failed(root_cause)
         self._kill_at = self.now + self._grace_s
-        for news in self.news():
-            self.followers.tell(news)
-            self.members.tell(news)
+        for events in self.events():
+            self.followers.tell(events)
+            self.members.tell(events)
             if self.head is not None:
-                self.head.broadcast(news)
+                self.head.broadcast(events)
 
     # What members ask for.
 
@@ -241,29 +247,29 @@ class Watcher:
 
     def greeting(self) -> list[Message]:
         """What has happened before a new member came."""
-        if self.verdict is not None:
+        if self.root_cause is not None:
             self._kill_at = self.now + self._grace_s
         return self._outcome()
 
-    def news(self) -> list[Message]:
+    def events(self) -> list[Message]:
         """What a newly connected host or follower must know."""
-        serving = [self.serving.news()] if self.serving.all else []
-        return self._outcome() or self.drain.news() or serving
+        serving = [self.serving.events()] if self.serving.all else []
+        return self._outcome() or self.drain.events() or serving
 
     def _outcome(self) -> list[Message]:
-        if self.verdict is not None:
-            return [{"t": "verdict", "verdict": self.verdict.to_json()}]
-        return [self._end_news()] if self.has_ended else []
+        if self.root_cause is not None:
+            return [{"t": "root_cause", "root_cause": self.root_cause.to_json()}]
+        return [self._end_event()] if self.has_ended else []
 
-    def _end_news(self) -> Message:
+    def _end_event(self) -> Message:
         return {"t": "end", **self._end.to_json()}
 
     def joined(self) -> None:
         """The head can be reached: tell it what has happened so far."""
         assert self.uplink is not None
-        for accusation in self._jury.heard:
-            self.uplink.tell({"t": "accuse", "accusation": accusation.to_json()})
-        for message in self.drain.news():
+        for failure in self._arbiter.heard:
+            self.uplink.tell({"t": "report_failure", "failure": failure.to_json()})
+        for message in self.drain.events():
             self.uplink.tell(message)
 
     # Serving, drain and normal end.
@@ -273,22 +279,22 @@ class Watcher:
         if self.uplink is not None:
             self.uplink.tell(message)
         elif self.serving.hear(message) and self.head is not None:
-            self.head.broadcast(self.serving.news())
+            self.head.broadcast(self.serving.events())
 
     def request_drain(self, reason: str) -> None:
         """Somebody wants the job to finish what it does and end.
 
         torchrun asks for it too when one of its ranks has died: then the job has failed, and says so soon.
         """
-        if not self._jury.has_death:
+        if not self._arbiter.has_death:
             self.drain.request(reason)
 
     def end(self, then: Callable[[], None], end: End) -> None:
         """A part of the job has ended normally; `then` is called when all have, and all hosts know."""
-        first = self._jury.first() if self._jury.has_death else None
+        first = self._arbiter.first() if self._arbiter.has_death else None
         if first is not None:
             # Ranks of other hosts must not end with code 0: their agents would take no part in a restart.
-            self._pronounce(first)
+            self._declare(first)
             return
         if self.uplink is not None and self.uplink.is_joined:
             # The head answers with the same message once all parts have ended.
@@ -305,7 +311,7 @@ class Watcher:
         waiting, self._at_end = self._at_end, []
         for then in waiting:
             if self.head is not None:
-                self.head.end(self._end_news(), then)
+                self.head.end(self._end_event(), then)
             else:
                 then()
 
@@ -314,8 +320,8 @@ class Watcher:
         if not self.over:
             self.has_ended, self._end = True, end
             self._kill_at = self.now + _END_S
-            self.followers.tell(self._end_news())
-            self.members.tell(self._end_news())
+            self.followers.tell(self._end_event())
+            self.members.tell(self._end_event())
         waiting, self._after_end = self._after_end, []
         for then in waiting:
             then()
@@ -329,23 +335,23 @@ class Watcher:
         return self.members.troubles()
 
     def _may_leave(self) -> bool:
-        if self.members.alive or self._family.parent_may_join:
+        if self.members.alive or self._ancestors.parent_may_join:
             self._alone_since = None
             return False
         if self._alone_since is None:
             self._alone_since = self.now
-        first = self._jury.first()
+        first = self._arbiter.first()
         if first is not None and not self.over:
-            if self.now - self._alone_since < _LAST_WORDS_S:
+            if self.now - self._alone_since < _REPORT_S:
                 return False
             if self.uplink is None:
-                self._pronounce(first)
+                self._declare(first)
         farewell: Message = {"t": "bye"}
         if self.uplink is not None:
             self.uplink.tell(farewell)
         if self.head is not None:
             self.head.broadcast(farewell)
-        if self.verdict is not None:
+        if self.root_cause is not None:
             # Behind everything that this host's members have printed.
-            log(f"the job has failed: {self.verdict.cause}")
+            log(f"the job has failed: {self.root_cause.cause}")
         return True

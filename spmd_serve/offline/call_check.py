@@ -57,7 +57,7 @@ class Call:
         return f"{self.method}({', '.join(shown[:_SHOWN_ARGUMENTS])}{more})"
 
     @property
-    def deed(self) -> str:
+    def action(self) -> str:
         """What the rank does, as the end of a sentence."""
         return self.method if self.left else f"calls {self}"
 
@@ -82,7 +82,7 @@ def disagreement(calls: Mapping[int, Call], hosts: Mapping[int, str]) -> str | N
     same_method = all((call.number, call.method) == (first.number, first.method) for call in calls.values())
     if same_method:
         return f"call {first.number} of {first.method}(): {_differing_arguments(calls, hosts)}"
-    told = _told(((rank, call.deed) for rank, call in calls.items()), hosts)
+    told = _told(((rank, call.action) for rank, call in calls.items()), hosts)
     return f"the ranks are out of step at call {first.number}: {told}"
 
 
@@ -90,7 +90,7 @@ def absence(
     number: int, waiting: Mapping[int, Call], missing: Collection[int], hosts: Mapping[int, str]
 ) -> str:
     """One line for ranks that have called nothing while others wait."""
-    told = _told(((rank, call.deed) for rank, call in waiting.items()), hosts)
+    told = _told(((rank, call.action) for rank, call in waiting.items()), hosts)
     return f"call {number}: {told}, but {_who(missing, hosts)} called nothing"
 
 

@@ -229,7 +229,7 @@ def open_lines(
     me: RankInfo,
     drivers: Collection[int],
     *,
-    nonce: str,
+    round_id: str,
     key: bytes | None,
     timeout_s: float,
     join_timeout_s: float,
@@ -239,10 +239,10 @@ def open_lines(
     if len(ranks) == 1:
         return Alone()
     root, *others = ranks
-    spec = ChannelSpec(name, tuple(map(str, ranks)), nonce, key, max_bytes=MAX_BYTES)
+    spec = ChannelSpec(name, tuple(map(str, ranks)), round_id, key, max_bytes=MAX_BYTES)
     place = {"interface": me.interface, "address": "" if me.interface else me.address}
     if me.rank == root.rank:
-        door = ReplyListener(me.address, nonce, key=key, max_bytes=MAX_BYTES)
+        door = ReplyListener(me.address, round_id, key=key, max_bytes=MAX_BYTES)
         put_json(store, f"{name}/address", [door.host, door.port])
         inboxes = door.accept({info.rank: str(info) for info in others}, join_timeout_s, say)
         outbox = open_outbox(store, spec, **place, join_timeout_s=join_timeout_s, say=say)  # type: ignore[arg-type]
@@ -251,7 +251,14 @@ def open_lines(
         return RootLines(me, members, driving, outbox, inboxes, timeout_s, say)
     host, port = get_json(store, f"{name}/address", join_timeout_s, "the engine", str(root), say)
     sender = ReplySender(
-        host, port, me.rank, nonce, key=key, driver=str(root), timeout_s=join_timeout_s, max_bytes=MAX_BYTES
+        host,
+        port,
+        me.rank,
+        round_id,
+        key=key,
+        driver=str(root),
+        timeout_s=join_timeout_s,
+        max_bytes=MAX_BYTES,
     )
     member = 1 + [info.rank for info in others].index(me.rank)
     inbox = open_inbox(store, spec, member, **place, join_timeout_s=join_timeout_s, say=say)  # type: ignore[arg-type]

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from spmd_serve.channel.base import ChannelClosed
 from spmd_serve.channel.in_process import OwnLine
-from spmd_serve.config.job_spec import ControlSpec
+from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.engine.driver_channel import DriverChannel
 from spmd_serve.engine.executor import TorchrunExecutor
-from spmd_serve.liveness import NullSlot
+from spmd_serve.liveness import NullStatusEntry
 from spmd_serve.offline.worker_thread import ShardThread
 
 
@@ -18,14 +18,14 @@ from spmd_serve.offline.worker_thread import ShardThread
 class Seat:
     """What an executor of a script must know. `failing`: this rank ends by an exception of its own."""
 
-    spec: ControlSpec
+    spec: JobSpec
     replica: int
     own: OwnLine
     shard: ShardThread
     failing: Callable[[], bool]
 
 
-class Ledger:
+class PendingReplies:
     """Stands before the ways to the ranks, and knows which answers are still to come.
 
     vLLM stops reading answers at the first rank that answers with an error. A script may catch that and go
@@ -88,7 +88,7 @@ class ScriptExecutor(TorchrunExecutor):
         """Batches that ran the model (see `offline.lockstep`)."""
         super()._init_executor()
         busy = self.futures_queue
-        ledger = Ledger(self.rpc_broadcast_mq, self.response_mqs, lambda: len(busy) > 0)
+        ledger = PendingReplies(self.rpc_broadcast_mq, self.response_mqs, lambda: len(busy) > 0)
         self.rpc_broadcast_mq, self.response_mqs = ledger, ledger.inboxes
         self.driver_worker = self.seat.shard.worker  # as vLLM's in-process executors have it
 
@@ -97,11 +97,11 @@ class ScriptExecutor(TorchrunExecutor):
         self.forward_passes += scheduler_output.total_num_scheduled_tokens > 0
         return super().execute_model(scheduler_output, non_block)
 
-    def _place(self) -> tuple[ControlSpec, int]:
+    def _place(self) -> tuple[JobSpec, int]:
         return self.seat.spec, self.seat.replica
 
     def _open_channel(self) -> tuple[Any, DriverChannel]:
-        channel = DriverChannel(self.seat.spec, self.seat.replica, NullSlot(), self.seat.own)
+        channel = DriverChannel(self.seat.spec, self.seat.replica, NullStatusEntry(), self.seat.own)
         channel.open()
         return None, channel  # the rank's own line to the watcher does for both
 

@@ -23,7 +23,7 @@ from typing import ClassVar, NoReturn, Protocol, Self
 from spmd_serve.config.flags import Flags
 from spmd_serve.errors import ExitCode, PeerLost, SpmdError, UsageError, is_of_a_peer
 from spmd_serve.job.job import GRACE_S, Job
-from spmd_serve.liveness import Verdict, WatcherLink, spawn_watcher, watcher_address
+from spmd_serve.liveness import RootCause, WatcherLink, spawn_watcher, watcher_address
 from spmd_serve.liveness.cleanup import use_scratch
 from spmd_serve.liveness.protocol import STACKS_SIGNAL
 from spmd_serve.rendezvous.join import Membership, connect_store
@@ -110,7 +110,7 @@ class ScriptJob(Job):
         hello = {"kind": "rank", "name": f"torchrun rank {env.rank}", "rank": None}
         free = signal.getsignal(STACKS_SIGNAL) == signal.SIG_DFL
         self.link = WatcherLink.connect(
-            self.watcher, hello, flags.join_timeout, on_verdict=self._verdict, stacks=free
+            self.watcher, hello, flags.join_timeout, on_root_cause=self._root_cause, stacks=free
         )
 
     def begin_round(self, wait_s: float) -> None:
@@ -125,9 +125,9 @@ class ScriptJob(Job):
         first, number = self._first, self._rounds
         self._rounds += 1
         if number > 0:
-            generation = f"{first.nonce}n{number}"
-            store = connect_store(first.host, first.port, generation, self.flags.join_timeout)
-            self.membership = dataclasses.replace(first, store=store, nonce=generation)
+            round_id = f"{first.round_id}n{number}"
+            store = connect_store(first.host, first.port, round_id, self.flags.join_timeout)
+            self.membership = dataclasses.replace(first, store=store, round_id=round_id)
 
     def opened(self, llm: Open) -> None:
         """`llm` is ended with the script, unless `finished` is called before."""
@@ -160,7 +160,7 @@ class ScriptJob(Job):
         job._exit_code = status & 0xFF if isinstance(status, int) else ExitCode.FAILED
         job.link.failed(f"sys.exit({status!r})")
 
-    def await_verdict(self) -> None:
+    def await_root_cause(self) -> None:
         """Somebody is gone: wait a moment for the verdict, which knows why and ends this process."""
         if self._judged.wait(_VERDICT_S):
             time.sleep(_VERDICT_S)
@@ -205,7 +205,7 @@ class ScriptJob(Job):
             _flush()
             os._exit(job._exit_code)
 
-    def _verdict(self, verdict: Verdict) -> None:
+    def _root_cause(self, root_cause: RootCause) -> None:
         if self.failing:
             timer = threading.Timer(_LAST_S, os._exit, (self._exit_code,))
             timer.daemon = True
@@ -213,7 +213,7 @@ class ScriptJob(Job):
             return
         self._judged.set()
         # The watcher prints the cause, as the host's last line, when its members are gone.
-        report(PeerLost(verdict.cause), quiet=True)
+        report(PeerLost(root_cause.cause), quiet=True)
         time.sleep(_YIELD_S)
         _flush()
         os._exit(ExitCode.FAILED)

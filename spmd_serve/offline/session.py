@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
 from spmd_serve.channel.in_process import OwnLine
-from spmd_serve.config.job_spec import ControlSpec, leave_steps_to_the_watcher
+from spmd_serve.config.job_spec import JobSpec, leave_steps_to_the_watcher
 from spmd_serve.engine import vllm_compat
 from spmd_serve.engine.config import refusals
 from spmd_serve.engine.executor import TorchrunExecutor
@@ -35,7 +35,7 @@ from spmd_serve.offline.worker_thread import OWN_CALL, ShardThread
 from spmd_serve.rendezvous.preflight import agree, collect
 from spmd_serve.rendezvous.store import FOREVER_S
 from spmd_serve.system import cores, log
-from spmd_serve.system.busy_poll import may_spin
+from spmd_serve.system.busy_poll import may_busy_poll
 from spmd_serve.topology import Layout
 
 HEARTBEAT_S = 2.0
@@ -129,7 +129,7 @@ class Session:
         spec = self._spec()
         leave_steps_to_the_watcher(spec, os.environ)
         own = OwnLine(copies=self.config.max_concurrent_batches > 1) if self.is_driver else None
-        job.link.slot.state("loading")
+        job.link.entry.state("loading")
         place_config(self.config, spec, self.me)
         process_group.ensure(self.config, membership.store, self.me, membership.cluster)
         together = self.config.parallel_config.data_parallel_size > 1
@@ -147,14 +147,14 @@ class Session:
             if self.lockstep is not None:
                 self.lockstep.drive(self.llm.llm_engine)
 
-    def _spec(self) -> ControlSpec:
+    def _spec(self) -> JobSpec:
         membership, flags = self._job.membership, self._job.flags
-        return ControlSpec(
+        return JobSpec(
             backend=flags.control_backend,
             lb="external",  # a replica's driver is on the node of its first rank
             store_host=membership.host,
             store_port=membership.port,
-            generation=membership.nonce,
+            round_id=membership.round_id,
             cluster=membership.cluster,
             layout=self.layout,
             watcher=self._job.watcher,
@@ -163,7 +163,7 @@ class Session:
             heartbeat_s=HEARTBEAT_S,
             join_timeout_s=flags.join_timeout,
             step_timeout_s=flags.step_timeout,
-            spins=may_spin(membership.cluster, self.me, cores.lent()),
+            busy_poll=may_busy_poll(membership.cluster, self.me, cores.lent()),
             in_process=True,
         )
 
@@ -189,7 +189,7 @@ class Session:
                 for replica in range(layout.dp)
                 if layout.first_rank(replica) in ranks
             ],
-            nonce=membership.nonce,
+            round_id=membership.round_id,
             key=None if key is None else bytes.fromhex(key),
             timeout_s=self.options.call_timeout,
             join_timeout_s=FOREVER_S,
@@ -233,7 +233,7 @@ class Session:
             except (OutOfStep, PeerLost) as problem:
                 self._problem = problem
                 if isinstance(problem, PeerLost):
-                    self._job.await_verdict()
+                    self._job.await_root_cause()
                 raise
             part = self._run(run) if self.is_driver else None
             return self._lines.conclude(part, lambda parts: _merged(parts, merge), everywhere).take()
@@ -256,8 +256,8 @@ class Session:
 
     # Closing.
 
-    def close(self, deed: str, wait_s: float | None) -> None:
-        """Leave, with all others; `deed` tells them how ("has closed the LLM").
+    def close(self, action: str, wait_s: float | None) -> None:
+        """Leave, with all others; `action` tells them how ("has closed the LLM").
 
         Waits `wait_s` seconds (None: for ever) for the driver's end, which ends our shard. Raises OutOfStep.
         """
@@ -265,14 +265,14 @@ class Session:
             return
         self.closed = True
         if self.shard.is_current:  # a garbage collection there
-            threading.Thread(target=self._leave, args=(deed,), daemon=True).start()
+            threading.Thread(target=self._leave, args=(action,), daemon=True).start()
             return
-        self._leave(deed)
+        self._leave(action)
         if wait_s != 0:
             self.finish(wait_s)
 
-    def _leave(self, deed: str) -> None:
-        self._lines.leave(Call(self._number + 1, deed, {}, left=True))
+    def _leave(self, action: str) -> None:
+        self._lines.leave(Call(self._number + 1, action, {}, left=True))
         if self.llm is not None:
             with process_group.kept():
                 self.llm.llm_engine.engine_core.shutdown()

@@ -19,10 +19,10 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.v1.serial_utils import run_method
 
 from spmd_serve.channel.in_process import OwnLine
-from spmd_serve.config.job_spec import ControlSpec
+from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.engine.vllm_compat import WorkerProc
 from spmd_serve.engine.worker_channel import EndOfJob
-from spmd_serve.engine.worker_proc import LAST_OF_LOADING, STEP_METHODS, Shard, check_layout
+from spmd_serve.engine.worker_proc import LAST_OF_LOADING, STEP_METHODS, TorchrunWorkerProc, check_layout
 from spmd_serve.liveness import WatcherLink
 from spmd_serve.offline import process_group
 from spmd_serve.offline.call_check import OwnCall
@@ -36,7 +36,7 @@ OWN_CALL = "spmd_serve_own_call"
 """Worker method that runs what this rank's own script has passed to `collective_rpc` (see `OwnCall`)."""
 
 
-class ScriptShard(Shard):
+class ScriptShard(TorchrunWorkerProc):
     """A shard that leaves the script's process as it is."""
 
     def __init__(
@@ -64,12 +64,12 @@ class ScriptShard(Shard):
             super()._execute_worker_rpc(rpc_request)
             return
         # A script's own methods may take as long as they like, also above the time of a step.
-        self._slot.state("loading")
+        self._entry.state("loading")
         WorkerProc._execute_worker_rpc(self, rpc_request)
         if method == LAST_OF_LOADING:
             self._has_loaded()
         elif self._loaded:
-            self._slot.state("ready")
+            self._entry.state("ready")
 
     def obey(self) -> None:
         """Run the driver's messages until it says stop; the script's objects are not frozen."""
@@ -90,7 +90,7 @@ class ShardThread:
     def __init__(
         self,
         vllm_config: Any,
-        spec: ControlSpec,
+        spec: JobSpec,
         me: RankInfo,
         store: TorchStore,
         env: TorchrunEnv,

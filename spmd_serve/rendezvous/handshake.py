@@ -66,16 +66,16 @@ class Handshake:
 
     def lead(self, head: str | None, as_torchrun: bool = False) -> tuple[str, Cluster]:
         """torchrun's rank 0: gather the others, number all (see `arrange`), tell them."""
-        nonce = secrets.token_hex(6)
-        mine = f"{nonce} open"
-        answered(lambda: self._answer(nonce))
+        round_id = secrets.token_hex(6)
+        mine = f"{round_id} open"
+        answered(lambda: self._answer(round_id))
         answered(lambda: self._store.set("current", mine))
         arrivals, rivals, rival_since = 0, 0, 0.0
         while True:
-            count, current = answered(lambda: (self._store.add(f"{nonce}/arrivals", 0), self._current()))
+            count, current = answered(lambda: (self._store.add(f"{round_id}/arrivals", 0), self._current()))
             if count != arrivals:
                 arrivals = count
-                self._look(nonce)
+                self._look(round_id)
             if current != mine:
                 # A rank 0 of an earlier round still lives, or a second torchrun was started in its place.
                 rival, _, state = current.partition(" ")
@@ -88,18 +88,18 @@ class Handshake:
                     rivals, rival_since = rivals + 1, 0.0
                     if rivals == _RIVAL_CLAIMS:
                         twice = f"{self._rival(rival)} and {self._me()} {_TWICE}"
-                        self._fail(nonce, current, UsageError(twice))
+                        self._fail(round_id, current, UsageError(twice))
                     answered(lambda: self._store.set("current", mine))
             elif len(self._seen) == self._env.world_size:
-                hellos = self._hellos(nonce, range(self._env.world_size))
+                hellos = self._hellos(round_id, range(self._env.world_size))
                 try:
                     cluster = arrange(hellos, head, network.resolve(head) if head else (), as_torchrun)
                 except UsageError as error:
-                    self._fail(nonce, mine, error)
-                if self._close(nonce, mine, cluster, hellos, arrivals):
-                    return nonce, cluster
+                    self._fail(round_id, mine, error)
+                if self._close(round_id, mine, cluster, hellos, arrivals):
+                    return round_id, cluster
             if self._wait.left <= 0:
-                self._fail(nonce, mine, self._too_late(self._seen))
+                self._fail(round_id, mine, self._too_late(self._seen))
             self._pause(lambda: self._missing(self._seen))
 
     def follow(self) -> tuple[str, Cluster]:
@@ -107,64 +107,71 @@ class Handshake:
         answered_nonce = ""
         rank, token = self._env.rank, self._hello.token
         while True:
-            nonce, _, state = answered(self._current).partition(" ")
-            if state == "open" and nonce != answered_nonce:
-                answered(partial(self._answer, nonce))
-                answered_nonce = nonce
-            elif state in ("closed", "failed") and nonce == answered_nonce:
-                verdict = self._read(f"{nonce}/{state}")
-                if verdict["tokens"].get(str(rank)) == token:
+            round_id, _, state = answered(self._current).partition(" ")
+            if state == "open" and round_id != answered_nonce:
+                answered(partial(self._answer, round_id))
+                answered_nonce = round_id
+            elif state in ("closed", "failed") and round_id == answered_nonce:
+                root_cause = self._read(f"{round_id}/{state}")
+                if root_cause["tokens"].get(str(rank)) == token:
                     if state == "closed":
-                        return nonce, Cluster.from_json(verdict["cluster"])
-                    leave_together(self._store, f"{nonce}/told", len(verdict["tokens"]))
-                    raise UsageError(verdict["message"])
+                        return round_id, Cluster.from_json(root_cause["cluster"])
+                    leave_together(self._store, f"{round_id}/told", len(root_cause["tokens"]))
+                    raise UsageError(root_cause["message"])
             # Rank 0 ends the round in the same moment: let its error, which all ranks show, come first.
             if self._wait.left <= -_GRACE_S:
                 raise self._too_late(self._as_rank0_sees(answered_nonce))
             self._pause(partial(self._missing_for_follower, answered_nonce))
 
-    def _answer(self, nonce: str) -> None:
-        self._store.set(f"hello/{nonce}/{self._env.rank}", self._hello.to_json())
-        self._store.add(f"{nonce}/arrivals", 1)
+    def _answer(self, round_id: str) -> None:
+        self._store.set(f"hello/{round_id}/{self._env.rank}", self._hello.to_json())
+        self._store.add(f"{round_id}/arrivals", 1)
 
     def _current(self) -> str:
         return self._store.get("current").decode() if self._store.check(["current"]) else ""
 
-    def _look(self, nonce: str) -> None:
+    def _look(self, round_id: str) -> None:
         ranks = range(self._env.world_size)
-        here = answered(lambda: [rank for rank in ranks if self._store.check([f"hello/{nonce}/{rank}"])])
-        self._seen = {hello.torchrun_rank: (hello.token, hello.host) for hello in self._hellos(nonce, here)}
-        answered(lambda: self._store.set(f"{nonce}/seen", json.dumps(self._seen)))
+        here = answered(lambda: [rank for rank in ranks if self._store.check([f"hello/{round_id}/{rank}"])])
+        self._seen = {
+            hello.torchrun_rank: (hello.token, hello.host) for hello in self._hellos(round_id, here)
+        }
+        answered(lambda: self._store.set(f"{round_id}/seen", json.dumps(self._seen)))
 
-    def _hellos(self, nonce: str, ranks: Iterable[int]) -> list[Hello]:
-        keys = [f"hello/{nonce}/{rank}" for rank in ranks]
+    def _hellos(self, round_id: str, ranks: Iterable[int]) -> list[Hello]:
+        keys = [f"hello/{round_id}/{rank}" for rank in ranks]
         return [Hello.from_json(text.decode()) for text in answered(lambda: self._store.multi_get(keys))]
 
-    def _close(self, nonce: str, mine: str, cluster: Cluster, hellos: Sequence[Hello], arrivals: int) -> bool:
+    def _close(
+        self, round_id: str, mine: str, cluster: Cluster, hellos: Sequence[Hello], arrivals: int
+    ) -> bool:
         tokens = {hello.torchrun_rank: hello.token for hello in hellos}
-        verdict = json.dumps({"cluster": cluster.to_json(), "tokens": tokens})
+        root_cause = json.dumps({"cluster": cluster.to_json(), "tokens": tokens})
 
         def close() -> bool:
-            if self._store.add(f"{nonce}/arrivals", 0) != arrivals:
+            if self._store.add(f"{round_id}/arrivals", 0) != arrivals:
                 return False  # somebody was replaced meanwhile: look again
-            self._store.set(f"{nonce}/closed", verdict)
-            return self._store.compare_set("current", mine, f"{nonce} closed").decode() == f"{nonce} closed"
+            self._store.set(f"{round_id}/closed", root_cause)
+            return (
+                self._store.compare_set("current", mine, f"{round_id} closed").decode()
+                == f"{round_id} closed"
+            )
 
         return answered(close)
 
-    def _fail(self, nonce: str, current: str, error: UsageError) -> NoReturn:
+    def _fail(self, round_id: str, current: str, error: UsageError) -> NoReturn:
         tokens = {rank: token for rank, (token, _) in self._seen.items()}
-        verdict = json.dumps({"message": str(error), "tokens": tokens})
-        answered(lambda: self._store.set(f"{nonce}/failed", verdict))
-        answered(lambda: self._store.compare_set("current", current, f"{nonce} failed"))
-        leave_together(self._store, f"{nonce}/told", len(tokens))
+        root_cause = json.dumps({"message": str(error), "tokens": tokens})
+        answered(lambda: self._store.set(f"{round_id}/failed", root_cause))
+        answered(lambda: self._store.compare_set("current", current, f"{round_id} failed"))
+        leave_together(self._store, f"{round_id}/told", len(tokens))
         raise error
 
-    def _as_rank0_sees(self, nonce: str) -> dict[int, tuple[str, str]]:
+    def _as_rank0_sees(self, round_id: str) -> dict[int, tuple[str, str]]:
         """Who has joined, as the living rank 0 says; nobody where it isn't known to live."""
-        if not nonce or not answered(lambda: self._store.check([f"{nonce}/seen"])):
+        if not round_id or not answered(lambda: self._store.check([f"{round_id}/seen"])):
             return {}
-        seen = {int(rank): (token, host) for rank, (token, host) in self._read(f"{nonce}/seen").items()}
+        seen = {int(rank): (token, host) for rank, (token, host) in self._read(f"{round_id}/seen").items()}
         return seen if seen.get(self._env.rank, ("", ""))[0] == self._hello.token else {}
 
     def _missing(self, seen: dict[int, tuple[str, str]]) -> str:
@@ -174,8 +181,8 @@ class Handshake:
         joined = by_host("rank", [(rank, host) for rank, (_, host) in seen.items()])
         return f"{spans('torchrun rank', absent)} (joined: {joined})" if absent else "torchrun rank 0's word"
 
-    def _missing_for_follower(self, nonce: str) -> str:
-        return self._missing(self._as_rank0_sees(nonce))
+    def _missing_for_follower(self, round_id: str) -> str:
+        return self._missing(self._as_rank0_sees(round_id))
 
     def _too_late(self, seen: dict[int, tuple[str, str]]) -> UsageError:
         absent = (set(range(self._env.world_size)) - seen.keys() if seen else set()) or {0}
@@ -189,8 +196,8 @@ class Handshake:
     def _me(self) -> str:
         return f"torchrun rank {self._env.rank} (process {os.getpid()} on {self._hello.host})"
 
-    def _rival(self, nonce: str) -> str:
-        other = self._hellos(nonce, [0])[0]
+    def _rival(self, round_id: str) -> str:
+        other = self._hellos(round_id, [0])[0]
         return f"torchrun rank 0 (process {other.pid} on {other.host})"
 
     def _pause(self, what: Callable[[], str]) -> None:

@@ -39,7 +39,7 @@ class Membership:
     host: str
     """Numeric address of the store, with `port`, for clients of child processes (connect_store)."""
     port: int
-    nonce: str
+    round_id: str
     """The run's generation: part of every name that must not meet that of an earlier round."""
     cluster: Cluster
     me: RankInfo
@@ -73,23 +73,23 @@ def join_round(
     hello = _hello(env, route, device, cpus, given or env.master_addr)
     store = PrefixStore(f"spmd_serve/join/{env.run_id}/{env.world_size}", raw)
     handshake = Handshake(store, env, hello, deadline, say)
-    nonce, cluster = handshake.lead(head, as_torchrun) if env.rank == 0 else handshake.follow()
+    round_id, cluster = handshake.lead(head, as_torchrun) if env.rank == 0 else handshake.follow()
     me = next(info for info in cluster.ranks if info.torchrun_rank == env.rank)
-    return Membership(_of_run(raw, nonce), host, raw.port, nonce, cluster, me)
+    return Membership(_of_run(raw, round_id), host, raw.port, round_id, cluster, me)
 
 
-def connect_store(host: str, port: int, nonce: str, timeout_s: float) -> TorchStore:
+def connect_store(host: str, port: int, round_id: str, timeout_s: float) -> TorchStore:
     """Own client of a run's part of the store, for a child process; PeerLost when it can't be reached."""
     try:
-        return _of_run(_client(host, port, timeout_s), nonce)
+        return _of_run(_client(host, port, timeout_s), round_id)
     except RuntimeError as error:
         raise PeerLost(
             f"process {os.getpid()} can't reach torchrun's store at {host}:{port}: {error}"
         ) from error
 
 
-def _of_run(raw: TorchStore, nonce: str) -> TorchStore:
-    return PrefixStore(f"spmd_serve/{nonce}", raw)
+def _of_run(raw: TorchStore, round_id: str) -> TorchStore:
+    return PrefixStore(f"spmd_serve/{round_id}", raw)
 
 
 def _client(host: str, port: int, timeout_s: float) -> TCPStore:

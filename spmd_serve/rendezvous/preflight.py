@@ -128,15 +128,15 @@ def agree(
     """
     put_json(store, f"agree/{me.rank}", fingerprint.items)
     if me.rank == 0:
-        verdict = _judge(store, cluster, timeout_s, say)
-        put_json(store, "agree/verdict", verdict)
+        root_cause = _judge(store, cluster, timeout_s, say)
+        put_json(store, "agree/verdict", root_cause)
     else:
         # A little later than rank 0, whose word on who is missing is the better one.
         judge = str(cluster.ranks[0])
-        verdict = get_json(store, "agree/verdict", timeout_s + 5, "the comparison", judge, say)
-    if verdict:
+        root_cause = get_json(store, "agree/verdict", timeout_s + 5, "the comparison", judge, say)
+    if root_cause:
         leave_together(store, "agree/told", len(cluster.ranks))
-        raise (PeerLost if verdict["lost"] else UsageError)(verdict["message"])
+        raise (PeerLost if root_cause["lost"] else UsageError)(root_cause["message"])
 
 
 def _judge(store: Store, cluster: Cluster, timeout_s: float, say: Say) -> dict[str, object]:

@@ -25,16 +25,16 @@ def vote(
     PeerLost when a rank does not vote within `timeout_s` seconds.
     """
     put_json(store, f"vote/{what}/{me.rank}", str(problem) if problem is not None else None)
-    verdict_key = f"vote/{what}/verdict"
+    root_cause_key = f"vote/{what}/verdict"
     if me.rank == 0:
-        put_json(store, verdict_key, _count(store, cluster, what, timeout_s, say))
-    verdict = get_json(
-        store, verdict_key, timeout_s + _LATER_S, f"the vote on {what}", str(cluster.ranks[0]), say
+        put_json(store, root_cause_key, _count(store, cluster, what, timeout_s, say))
+    root_cause = get_json(
+        store, root_cause_key, timeout_s + _LATER_S, f"the vote on {what}", str(cluster.ranks[0]), say
     )
-    if verdict is None:
+    if root_cause is None:
         return
     leave_together(store, f"vote/{what}/told", len(cluster.ranks))
-    raise (PeerLost if verdict["lost"] else UsageError)(verdict["message"])
+    raise (PeerLost if root_cause["lost"] else UsageError)(root_cause["message"])
 
 
 def _count(store: Store, cluster: Cluster, what: str, timeout_s: float, say: Say) -> dict[str, object] | None:

@@ -17,7 +17,7 @@ _TRY_AGAIN_LATER = 1013
 
 
 @dataclass(eq=False)
-class Gate:
+class AdmissionControl:
     """The state that all requests share. Used in the event loop's thread only."""
 
     refusal: str | None = None
@@ -25,7 +25,7 @@ class Gate:
     engine_is_dead: Callable[[], bool] = lambda: False
     on_empty: Callable[[], None] = lambda: None
     """Called when the last request has left, while the gate is shut."""
-    _inside: "set[Visit]" = field(default_factory=set)
+    _inside: "set[TrackedRequest]" = field(default_factory=set)
 
     def why_shut(self) -> str | None:
         """What a new request is told instead of being let in."""
@@ -45,23 +45,23 @@ class Gate:
         for visit in self._inside:
             visit.cut(why)
 
-    def enter(self, visit: "Visit") -> None:
+    def enter(self, visit: "TrackedRequest") -> None:
         """A request that has been let in."""
         self._inside.add(visit)
 
-    def leave(self, visit: "Visit") -> None:
+    def leave(self, visit: "TrackedRequest") -> None:
         """It has been answered."""
         self._inside.discard(visit)
         if self.refusal is not None and not self._inside:
             self.on_empty()
 
 
-class GateKeeper:
-    """The middleware: ``app.add_middleware(GateKeeper, gate=gate)``."""
+class AdmissionMiddleware:
+    """The middleware: ``app.add_middleware(AdmissionMiddleware, gate=gate)``."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+    def __init__(self, app: ASGIApp, admission: AdmissionControl) -> None:
         self._app = app
-        self._gate = gate
+        self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let in, or refuse."""
@@ -69,19 +69,19 @@ class GateKeeper:
         if scope["type"] not in ("http", "websocket") or path in OPEN_ROUTES:
             await self._app(scope, receive, send)
             return
-        visit = Visit(scope, receive, send)
-        why = self._gate.why_shut()
+        visit = TrackedRequest(scope, receive, send)
+        why = self._admission.why_shut()
         if why is not None:
             await visit.refuse(why)
             return
-        self._gate.enter(visit)
+        self._admission.enter(visit)
         try:
             await visit.run(self._app, scope)
         finally:
-            self._gate.leave(visit)
+            self._admission.leave(visit)
 
 
-class Visit:
+class TrackedRequest:
     """One request inside. Once cut, the app sees a client that has hung up, and the client an error."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:

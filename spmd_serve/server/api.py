@@ -6,15 +6,15 @@ import signal
 from functools import partial
 from typing import Any
 
-from spmd_serve.config.job_spec import ADDITIONAL_CONFIG_KEY, ControlSpec
+from spmd_serve.config.job_spec import ADDITIONAL_CONFIG_KEY, JobSpec
 from spmd_serve.liveness import WatcherLink, keep_answering
-from spmd_serve.server.listener import Door, about_to_listen
+from spmd_serve.server.listener import Listener, about_to_listen
 
 LEAVE_S = 2
 """How long after the drain a connection may stay open whose client does not read, or keeps it for later."""
 
 
-def serve_http(args: argparse.Namespace, door: Door, url: str) -> int:
+def serve_http(args: argparse.Namespace, door: Listener, url: str) -> int:
     """Run vLLM's API server(s) on our socket until they are told to stop; returns the exit code."""
     import uvloop
     from vllm.entrypoints.cli import serve as vllm_serve
@@ -44,7 +44,7 @@ def serve_http(args: argparse.Namespace, door: Door, url: str) -> int:
     return 0
 
 
-def several_behind(door: Door, url: str) -> None:
+def several_behind(door: Listener, url: str) -> None:
     """Have vLLM's run_multi_api_server use our socket, and leave at once when told to while engines load."""
     from vllm.entrypoints.cli import serve as vllm_serve
 
@@ -86,9 +86,9 @@ def serve_as_one_of_several(listen_address: str, sock: Any, args: argparse.Names
 
     signal.signal(signal.SIGTERM, leave)
     number_replicas(args)
-    spec = ControlSpec.from_json(args.additional_config[ADDITIONAL_CONFIG_KEY])
+    spec = JobSpec.from_json(args.additional_config[ADDITIONAL_CONFIG_KEY])
     hello = {"kind": "api", "name": f"API server {config['client_index']}", "rank": None}
-    link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_verdict=keep_answering)
+    link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_root_cause=keep_answering)
     run_api_server_worker_proc(listen_address, sock, args, config, timeout_graceful_shutdown=LEAVE_S)
     link.leaving()
 

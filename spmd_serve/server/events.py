@@ -7,9 +7,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from spmd_serve.liveness import Verdict
+from spmd_serve.liveness import RootCause
 from spmd_serve.liveness.status import socket_name
-from spmd_serve.server.admission import Gate
+from spmd_serve.server.admission import AdmissionControl
 from spmd_serve.wire.lines import MAX_LINE, BadLine, pack, unpack
 
 FAILED = "This server has failed and is about to end (see /health); try again later."
@@ -18,14 +18,14 @@ CUT = "This server is shutting down, and the time for running requests is over; 
 VIEW_TIMEOUT_S = 2.0
 
 
-class News:
+class JobEvents:
     """Follows the watcher for as long as this process lives, and works the gate accordingly."""
 
-    def __init__(self, gate: Gate, drain_s: float) -> None:
+    def __init__(self, admission: AdmissionControl, drain_s: float) -> None:
         """`drain_s`: how long running requests may go on once the job is to end, seconds."""
-        self.verdict: Verdict | None = None
+        self.root_cause: RootCause | None = None
         self.draining: str | None = None
-        self._gate = gate
+        self._admission = admission
         self._drain_s = drain_s
         self._has_ended = False
         self._judged = asyncio.Event()
@@ -40,7 +40,7 @@ class News:
         sock.setblocking(False)
         reader, self._writer = await asyncio.open_unix_connection(sock=sock, limit=MAX_LINE)
         self._writer.write(pack({"t": "follow", "drain_s": self._drain_s}))
-        self._gate.on_empty = self._all_done
+        self._admission.on_empty = self._all_done
         await reader.readline()  # its welcome
         self._task = asyncio.create_task(self._read(reader))
 
@@ -80,8 +80,8 @@ class News:
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(ConnectionResetError("it is gone"))
-        if self.verdict is None and not self._has_ended:
-            self._fail(Verdict("the watcher of this host is gone", None, socket.gethostname(), time.time()))
+        if self.root_cause is None and not self._has_ended:
+            self._fail(RootCause("the watcher of this host is gone", None, socket.gethostname(), time.time()))
 
     def _hear(self, message: dict[str, object]) -> None:
         kind = message["t"]
@@ -89,21 +89,21 @@ class News:
             answer, view = self._asked.get(int(str(message["id"]))), message["view"]
             if answer is not None and not answer.done() and isinstance(view, dict):
                 answer.set_result(view)
-        elif kind == "verdict":
-            verdict = message["verdict"]
-            assert isinstance(verdict, dict)
-            self._fail(Verdict.from_json(verdict))
-        elif kind == "drain" and self.draining is None and self.verdict is None:
+        elif kind == "root_cause":
+            root_cause = message["root_cause"]
+            assert isinstance(root_cause, dict)
+            self._fail(RootCause.from_json(root_cause))
+        elif kind == "drain" and self.draining is None and self.root_cause is None:
             self.draining = str(message["reason"])
-            self._gate.shut(DRAINING)
-            asyncio.get_running_loop().call_later(self._drain_s, self._gate.cut, CUT)
+            self._admission.shut(DRAINING)
+            asyncio.get_running_loop().call_later(self._drain_s, self._admission.cut, CUT)
         elif kind == "end":
             self._has_ended = True
 
-    def _fail(self, verdict: Verdict) -> None:
-        self.verdict = verdict
+    def _fail(self, root_cause: RootCause) -> None:
+        self.root_cause = root_cause
         self._judged.set()
-        self._gate.cut(FAILED)
+        self._admission.cut(FAILED)
 
     def _all_done(self) -> None:
         if self.draining is not None and self._writer is not None:

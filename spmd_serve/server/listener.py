@@ -15,7 +15,7 @@ _UNCONNECTED = "01"
 
 
 @dataclass(frozen=True)
-class Door:
+class Listener:
     """A bound (not yet listening) socket; `port` is 0 for a Unix socket."""
 
     sock: socket.socket
@@ -42,7 +42,7 @@ class Door:
         return f"http{'s' if tls else ''}://{shown}:{self.port}"
 
 
-def open_door(host: str | None, port: int, uds: str | None) -> Door:
+def open_listener(host: str | None, port: int, uds: str | None) -> Listener:
     """Bind ``--host``/``--port`` (or ``--uds``) exclusively; nobody is let in before `about_to_listen`.
 
     Raises UsageError naming the flag when the address is taken or not ours.
@@ -60,7 +60,7 @@ def open_door(host: str | None, port: int, uds: str | None) -> Door:
     except OSError as problem:
         sock.close()
         raise UsageError(_why_not(problem, host, port)) from problem
-    return Door(sock, family, host or "0.0.0.0", sock.getsockname()[1])
+    return Listener(sock, family, host or "0.0.0.0", sock.getsockname()[1])
 
 
 def about_to_listen(sock: socket.socket) -> None:
@@ -81,7 +81,7 @@ def _why_not(problem: OSError, host: str | None, port: int) -> str:
     return f"--host {host or '0.0.0.0'} --port {port} cannot be bound: {problem.strerror or problem}"
 
 
-def _open_unix(path: str) -> Door:
+def _open_unix(path: str) -> Listener:
     path = os.path.realpath(path)  # by which other servers know it, wherever they were started
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -92,7 +92,7 @@ def _open_unix(path: str) -> Door:
             raise UsageError(f"--uds {path} cannot be bound: {problem.strerror or problem}") from problem
         os.unlink(path)
         return _open_unix(path)
-    return Door(sock, socket.AF_UNIX, path, 0)
+    return Listener(sock, socket.AF_UNIX, path, 0)
 
 
 def _is_stale(path: str) -> bool:

@@ -13,10 +13,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, 
 from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.responses import Response
 
-from spmd_serve.config.job_spec import ADDITIONAL_CONFIG_KEY, ControlSpec
+from spmd_serve.config.job_spec import ADDITIONAL_CONFIG_KEY, JobSpec
 from spmd_serve.liveness.metrics import render
-from spmd_serve.server.admission import RETRY_AFTER_S, Gate, GateKeeper
-from spmd_serve.server.events import News
+from spmd_serve.server.admission import RETRY_AFTER_S, AdmissionControl, AdmissionMiddleware
+from spmd_serve.server.events import JobEvents
 from spmd_serve.server.listener import about_to_listen
 
 LISTENING: socket.socket | None = None
@@ -34,8 +34,8 @@ class Plugin:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes; /health replaces vLLM's, which asks only whether the engine has failed already."""
-        self._gate = Gate()
-        app.add_middleware(GateKeeper, gate=self._gate)
+        self._admission = AdmissionControl()
+        app.add_middleware(AdmissionMiddleware, admission=self._admission)
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/ready", self.ready, methods=["GET"])
         app.add_api_route("/topology", self.topology, methods=["GET"])
@@ -44,10 +44,10 @@ class Plugin:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Follow the job's news; from here on connections are accepted."""
         self._engine = engine_client
-        self._gate.engine_is_dead = lambda: engine_client is not None and bool(engine_client.errored)
-        self._spec = ControlSpec.from_json(args.additional_config[ADDITIONAL_CONFIG_KEY])
-        self._news = News(self._gate, self._spec.drain_s)
-        await self._news.follow(self._spec.watcher)
+        self._admission.engine_is_dead = lambda: engine_client is not None and bool(engine_client.errored)
+        self._spec = JobSpec.from_json(args.additional_config[ADDITIONAL_CONFIG_KEY])
+        self._events = JobEvents(self._admission, self._spec.drain_s)
+        await self._events.follow(self._spec.watcher)
         if LISTENING is not None:
             about_to_listen(LISTENING)
 
@@ -57,14 +57,14 @@ class Plugin:
 
     async def ready(self) -> JSONResponse:
         """200 while new requests are taken."""
-        if self._news.draining is not None and self._news.verdict is None:
-            return unavailable({"status": "draining", "cause": self._news.draining})
+        if self._events.draining is not None and self._events.root_cause is None:
+            return unavailable({"status": "draining", "cause": self._events.draining})
         return await self._failure() or JSONResponse({"status": "ready"})
 
     async def topology(self) -> JSONResponse:
         """Every process of the job as its watcher sees it, and for ranks where they are in the layout."""
         try:
-            return JSONResponse(placed(await self._news.view(), self._spec))
+            return JSONResponse(placed(await self._events.view(), self._spec))
         except OSError as gone:
             return unavailable({"error": f"the watcher of this host does not answer: {gone}"})
 
@@ -72,15 +72,19 @@ class Plugin:
         """vLLM's metrics, then ours, which come from the watcher, whichever API server is asked."""
         text = await run_in_threadpool(own_metrics)
         with suppress(OSError):  # then only vLLM's
-            text += render(await self._news.view()).encode()
+            text += render(await self._events.view()).encode()
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _failure(self) -> JSONResponse | None:
-        if self._news.verdict is None and self._gate.engine_is_dead() and self._news.draining is None:
-            await self._news.judged(VERDICT_S)
-        if self._news.verdict is not None:
-            return unavailable({"status": "failed", **self._news.verdict.to_json()})
-        if self._gate.engine_is_dead() and self._news.draining is None:
+        if (
+            self._events.root_cause is None
+            and self._admission.engine_is_dead()
+            and self._events.draining is None
+        ):
+            await self._events.judged(VERDICT_S)
+        if self._events.root_cause is not None:
+            return unavailable({"status": "failed", **self._events.root_cause.to_json()})
+        if self._admission.engine_is_dead() and self._events.draining is None:
             cause = {"rank": None, "host": None, "cause": "the engine core has failed"}
             return unavailable({"status": "failed", **cause})
         return None
@@ -95,7 +99,7 @@ def own_metrics() -> bytes:
     return generate_latest(registry)
 
 
-def placed(view: dict[str, Any], spec: ControlSpec) -> dict[str, Any]:
+def placed(view: dict[str, Any], spec: JobSpec) -> dict[str, Any]:
     """The view, with each rank's device, address and coordinates."""
     for row in view["members"]:
         if row["kind"] == "rank" and row["rank"] is not None:

@@ -6,7 +6,7 @@ SPARE_CORES = 2
 """What the driver and the API server need beside the ranks, if all of them may spin."""
 
 
-def may_spin(cluster: Cluster, me: RankInfo, cores: int) -> bool:
+def may_busy_poll(cluster: Cluster, me: RankInfo, cores: int) -> bool:
     """Whether drivers and ranks of this machine poll for a second after each message, as vLLM's do.
 
     `cores`: how many the machine lends. With some to spare, polling is the fastest. Without, who polls takes

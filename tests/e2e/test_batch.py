@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 Rows = Sequence[Mapping[str, Any]]
 POOLING = ("--runner=pooling", "--convert=embed")
 
-GENERATION = [
+ROUND_ID = [
     *(chat(number, text) for number, text in enumerate(PROMPTS, 1)),
     chat(11, "two", n=2, temperature=1, seed=3),
     chat(12, "odds", logprobs=True, top_logprobs=2),
@@ -83,9 +83,9 @@ def run_batch(
 
 
 def test_generation_is_that_of_run_batch_and_bad_lines_are_errors(tiny_qwen3: Path, tmp_path: Path) -> None:
-    expected = run_batch(GENERATION, tmp_path, tiny_qwen3)
+    expected = run_batch(ROUND_ID, tmp_path, tiny_qwen3)
     bench = Bench(tmp_path, tiny_qwen3)
-    good = [*GENERATION, *COMPLETIONS]
+    good = [*ROUND_ID, *COMPLETIONS]
     bench.put([*good, *BAD])
     ended = bench.run("-tp=2", "--ordered")
 

@@ -53,7 +53,7 @@ def watched(endpoint: Endpoint) -> Iterator[dict[str, tuple[int, Any]]]:
                     status, answer = endpoint.call(path, body)
                 except (OSError, http.client.HTTPException):
                     continue  # not there for the moment, or gone in the middle of its answer
-                if status != 200 or (path == "/topology" and answer["verdict"] is not None):
+                if status != 200 or (path == "/topology" and answer["root_cause"] is not None):
                     refused.setdefault(path, (status, answer))
 
     thread = threading.Thread(target=look, name="watched")
@@ -93,7 +93,7 @@ def test_a_killed_rank_is_told_to_everybody_at_once(job: Job, note: Note) -> Non
         assert "was killed by SIGKILL" in body["cause"] and body["host"]
     if "/topology" in refused:
         status, view = refused["/topology"]
-        assert (status, view["verdict"]["rank"]) == (200, 1)
+        assert (status, view["root_cause"]["rank"]) == (200, 1)
         assert {row["name"]: row["state"] for row in view["members"]}["rank 1"] == "gone"
     status, body = refused["/v1/completions"]
     assert status in (500, 503) and body["error"]["code"] == status
@@ -118,7 +118,7 @@ def test_the_topology_names_every_rank(job: Job) -> None:
     job.endpoint.greedy(["a"], 4)
     _, view = job.endpoint.call("/topology")
     ranks = [row for row in view["members"] if row["kind"] == "rank"]
-    assert [row["rank"] for row in ranks] == [0, 1] and view["generation"]
+    assert [row["rank"] for row in ranks] == [0, 1] and view["round_id"]
     assert [(row["dp"], row["pp"], row["tp"]) for row in ranks] == [(0, 0, 0), (0, 0, 1)]
     for row in ranks:
         assert row["device"] == "cpu" and row["host"] and os.path.exists(f"/proc/{row['pid']}")

@@ -20,7 +20,7 @@ from unittest import mock
 from spmd_serve.batch import BatchOptions, prepare
 from spmd_serve.batch.journal import Journal
 from spmd_serve.commands import batch as batch_command
-from spmd_serve.commands.batch import BatchJob, finish, is_complete, open_files, told
+from spmd_serve.commands.batch import BatchJob, final_exit_code, finish, is_complete, open_files
 from spmd_serve.config.flags import Flags
 from spmd_serve.errors import SpmdError
 from spmd_serve.rendezvous import store, vote
@@ -76,7 +76,7 @@ def main(what: str, options: BatchOptions) -> int:
             patch(Journal, "sort", stop)
         prepared = open_files(job, argparse.Namespace(), options)
         assert is_complete(job, prepared)
-        return told(job, options, finish(job, prepared))
+        return final_exit_code(job, options, finish(job, prepared))
 
 
 if __name__ == "__main__":

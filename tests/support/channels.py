@@ -12,8 +12,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from spmd_serve.channel.base import ChannelClosed, ChannelSpec, Inbox
 from spmd_serve.channel.broadcast import BroadcastInbox, BroadcastOutbox
-from spmd_serve.channel.gloo import open_inbox, open_lanes, open_outbox
-from spmd_serve.channel.nccl import BellOutbox, RootRelay
+from spmd_serve.channel.gloo import open_inbox, open_outbox, open_transports
+from spmd_serve.channel.nccl import DoorbellOutbox, RootRelay
 from spmd_serve.channel.relay import LocalRing, Relay, RingInbox
 from spmd_serve.channel.reply import ReplySender
 from spmd_serve.channel.reply_listener import ReplyListener
@@ -190,15 +190,15 @@ class NcclRig(Rig):
         self._ring = PipeRing(1)
 
     def outbox(self) -> Any:
-        listener = ReplyListener("127.0.0.1", self.spec.nonce, key=self.spec.key)
+        listener = ReplyListener("127.0.0.1", self.spec.round_id, key=self.spec.key)
         self.store().set(f"{self.spec.name}/reply", str(listener.port))
         inside = listener.accept({1: self.members[1], 2: self.members[2]}, DEADLINE_S, print)
-        return BellOutbox(self._ring, [inside[1], inside[2]])
+        return DoorbellOutbox(self._ring, [inside[1], inside[2]])
 
     def inbox(self, rank: int, on_heartbeat: Callable[[], None] | None = None) -> Inbox:
         store = self.store()
         if rank == 0:
-            frames, bodies = open_lanes(store, self.spec, 0, "lo", "", self.join_timeout_s, print)
+            frames, bodies = open_transports(store, self.spec, 0, "lo", "", self.join_timeout_s, print)
             outbox = BroadcastOutbox(frames, bodies, self.spec, drain=False)
             self._tamper(outbox)
             mine = LocalRing()
@@ -206,9 +206,9 @@ class NcclRig(Rig):
             inbox.relay = RootRelay(self._ring.reader(0), outbox, mine, inbox.failed)
             return inbox
         port = int(store.get(f"{self.spec.name}/reply"))
-        bell = ReplySender("127.0.0.1", port, rank, self.spec.nonce, key=self.spec.key)
-        frames, bodies = open_lanes(store, self.spec, rank, "lo", "", self.join_timeout_s, print)
-        direct = BroadcastInbox(frames, bodies, self.spec, bell=bell, on_heartbeat=on_heartbeat)
+        doorbell = ReplySender("127.0.0.1", port, rank, self.spec.round_id, key=self.spec.key)
+        frames, bodies = open_transports(store, self.spec, rank, "lo", "", self.join_timeout_s, print)
+        direct = BroadcastInbox(frames, bodies, self.spec, doorbell=doorbell, on_heartbeat=on_heartbeat)
         if rank == 1:
             return direct
         ring = LocalRing()

@@ -19,7 +19,7 @@ from spmd_serve.batch import BatchLine, BatchOptions, Prepared, handlers, run_ba
 from spmd_serve.batch.request_lines import error_output
 from spmd_serve.commands import batch as batch_command
 from spmd_serve.commands.startup import resolve_layout
-from spmd_serve.config.flags import Early, parse_early
+from spmd_serve.config.flags import PreparsedArgs, preparse
 from spmd_serve.errors import ExitCode, SpmdError
 from spmd_serve.job.job import Job
 from spmd_serve.system import log
@@ -40,7 +40,7 @@ def make_parser(add: Callable[[argparse.ArgumentParser], None]) -> argparse.Argu
 
 
 def agree(
-    job: Job, early: Early, add: Callable[[argparse.ArgumentParser], None]
+    job: Job, early: PreparsedArgs, add: Callable[[argparse.ArgumentParser], None]
 ) -> tuple[argparse.Namespace, Layout]:
     args, _ = make_parser(add).parse_known_args(early.rest)
     return args, resolve_layout(job, NO_SIZES)
@@ -87,7 +87,7 @@ def main(words: list[str]) -> int:
             (handlers, "open_engine", engine),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
-        return batch_command.batch(parse_early(["batch", *words]))
+        return batch_command.batch(preparse(["batch", *words]))
 
 
 if __name__ == "__main__":

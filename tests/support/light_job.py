@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING
 
-from spmd_serve.commands.serve import control_spec, open_door, plan_endpoints
+from spmd_serve.commands.serve import job_spec, open_listener, plan_endpoints
 from spmd_serve.commands.start_table import start_table
 from spmd_serve.commands.startup import resolve_layout
-from spmd_serve.config.flags import AUTO, parse_early
+from spmd_serve.config.flags import AUTO, preparse
 from spmd_serve.errors import SpmdError
 from spmd_serve.job.driver_process import DriverChild
 from spmd_serve.job.drivers import _child_ended
-from spmd_serve.job.job import LAST_WORDS_S, Job
+from spmd_serve.job.job import REPORT_S, Job
 from spmd_serve.job.probe_port import open_probes
 from spmd_serve.server.listener import about_to_listen
 from spmd_serve.system import log
@@ -29,7 +29,7 @@ from spmd_serve.topology import Layout
 from tests.support.view import fetch_view
 
 if TYPE_CHECKING:
-    from spmd_serve.server.listener import Door
+    from spmd_serve.server.listener import Listener
 
 
 def given_sizes(words: Sequence[str]) -> dict[str, int | str | None]:
@@ -42,12 +42,12 @@ def given_sizes(words: Sequence[str]) -> dict[str, int | str | None]:
     return dict(vars(parser.parse_known_args(words)[0]))
 
 
-def serve(job: Job, door: "Door", layout: Layout, started: float) -> None:
+def serve(job: Job, door: "Listener", layout: Layout, started: float) -> None:
     """Fork the child that answers."""
-    spec = control_spec(job, layout)
+    spec = job_spec(job, layout)
     cluster = job.membership.cluster
     answer = {
-        "generation": job.membership.nonce,
+        "round_id": job.membership.round_id,
         "dp": layout.dp,
         "hosts": cluster.hosts,
         "pids": {f"rank {info.rank}": info.pid for info in cluster.ranks},
@@ -79,7 +79,7 @@ def serve(job: Job, door: "Door", layout: Layout, started: float) -> None:
     child = DriverChild.start("API server", body, spec, fork_engines=False)
     door.sock.close()
     job.drain_with(lambda reason: child.drain())
-    job.before_exit(lambda: child.wait(LAST_WORDS_S))
+    job.before_exit(lambda: child.wait(REPORT_S))
     child.watch(lambda code: job.announce_end(0) if code == -15 else _child_ended(job, "API server", code))
 
     def ready() -> None:
@@ -91,14 +91,14 @@ def serve(job: Job, door: "Door", layout: Layout, started: float) -> None:
 
 def main() -> None:
     started = time.monotonic()
-    early = parse_early(sys.argv[1:])
+    early = preparse(sys.argv[1:])
     job = Job.enter(early.flags)
     with job.reported():
         open_probes(job)
         with job.voting("the command line"):
             layout = resolve_layout(job, given_sizes(early.rest))
-        door = open_door(job, early, plan_endpoints(job, layout))
-        job.link.slot.state("loading")
+        door = open_listener(job, early, plan_endpoints(job, layout))
+        job.link.entry.state("loading")
         if door is not None:
             serve(job, door, layout, started)
         threading.Event().wait()  # a verdict or the announced end ends this process

@@ -18,7 +18,7 @@ from tests.support.processes import Process, assert_gone, look
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-GENERATION = "0123456789ab"
+ROUND_ID = "0123456789ab"
 PATIENCE_S = 20.0
 """Deadline of every wait for something that should come at once; only a broken run reaches it."""
 QUIET_S = 60.0
@@ -44,7 +44,7 @@ class Actor:
             )
         self.pid = self.process.pid
         job.note(self.pid)
-        self._news = threading.Condition()
+        self._events = threading.Condition()
         self._lines: list[dict[str, Any]] = []
         self._ended = False
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -53,16 +53,16 @@ class Actor:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            with self._news:
+            with self._events:
                 self._lines.append(json.loads(line))
-                self._news.notify_all()
-        with self._news:
+                self._events.notify_all()
+        with self._events:
             self._ended = True
-            self._news.notify_all()
+            self._events.notify_all()
 
     def _next(self, wanted: Callable[[dict[str, Any]], bool], what: str, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
-        with self._news:
+        with self._events:
             while True:
                 for line in self._lines:
                     if wanted(line):
@@ -70,7 +70,7 @@ class Actor:
                         return line
                 left = deadline - time.monotonic()
                 assert left > 0 and not self._ended, f"no {what} from pid {self.pid}: {self.log.read_text()}"
-                self._news.wait(left)
+                self._events.wait(left)
 
     def send(self, command: str, *args: Any) -> None:
         """Give a command without waiting for its answer."""
@@ -104,7 +104,7 @@ class Actor:
 
     def saw(self, event: str) -> bool:
         """Whether such a callback has come so far and was not expected."""
-        with self._news:
+        with self._events:
             return any(line.get("event") == event for line in self._lines)
 
     def kill(self, number: int = signal.SIGKILL) -> float:
@@ -200,7 +200,7 @@ class Job:
             "ranks": self._ranks,
             "head_address": "127.0.0.1",
             "head_port": port,
-            "generation": GENERATION,
+            "round_id": ROUND_ID,
             "rank_timeout": QUIET_S,
             "grace_s": GRACE_S,
             **changes,

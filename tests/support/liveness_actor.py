@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from spmd_serve.liveness import End, Verdict, WatchConfig, WatcherLink, start_watcher
+from spmd_serve.liveness import End, RootCause, WatchConfig, WatcherLink, start_watcher
 from spmd_serve.liveness.client import end_process
 from spmd_serve.system.process import die_with_parent_in_children
 
@@ -34,8 +34,8 @@ class Commands:
         return start_watcher(agent_pid, restart_count, **options)
 
     def connect(self, address: str, hello: dict[str, Any], deadline_s: float, default_verdict: bool) -> int:
-        def on_verdict(verdict: Verdict) -> None:
-            say({"event": "verdict", "at": time.monotonic(), **verdict.to_json()})
+        def on_root_cause(root_cause: RootCause) -> None:
+            say({"event": "root_cause", "at": time.monotonic(), **root_cause.to_json()})
 
         def on_drain(reason: str) -> None:
             say({"event": "drain", "at": time.monotonic(), "reason": reason})
@@ -44,7 +44,7 @@ class Commands:
             say({"event": "end", "at": time.monotonic(), "code": end.code, "early": end.early})
 
         self.link = WatcherLink.connect(
-            address, hello, deadline_s, end_process if default_verdict else on_verdict, on_drain, on_end
+            address, hello, deadline_s, end_process if default_verdict else on_root_cause, on_drain, on_end
         )
         return self.link.watcher_pid
 
@@ -57,13 +57,13 @@ class Commands:
     def configure(self, config: dict[str, Any]) -> None:
         self.link.configure(WatchConfig.from_json(config))
 
-    def slot(self, name: str, args: list[Any]) -> None:
-        getattr(self.link.slot, name)(*args)
+    def entry(self, name: str, args: list[Any]) -> None:
+        getattr(self.link.entry, name)(*args)
 
     def turn_forever(self, every_s: float) -> None:
         def turn() -> None:
             while True:
-                self.link.slot.turn()
+                self.link.entry.turn()
                 time.sleep(every_s)
 
         threading.Thread(target=turn, daemon=True).start()
@@ -87,7 +87,7 @@ class Commands:
         child = os.fork()
         if child == 0:
             self.link.failed("a forked child has no voice on its parent's link")
-            self.link.slot.step_begin()
+            self.link.entry.step_begin()
             time.sleep(60)
             os._exit(0)
         return child

@@ -67,7 +67,7 @@ class LightJob:
 
         def fresh() -> Round | None:
             found = self.round_now()
-            return found if found and (after is None or found["generation"] != after["generation"]) else None
+            return found if found and (after is None or found["round_id"] != after["round_id"]) else None
 
         try:
             return wait_until(fresh, deadline_s, "a round to serve")

@@ -132,9 +132,9 @@ def numbers(job: ScriptJob) -> None:
     me = job.membership.me
     assert (me.rank, me.torchrun_rank) == (RANK, RANK)
     job.begin_round(5.0)
-    first = job.membership.nonce
+    first = job.membership.round_id
     job.begin_round(5.0)
-    assert job.membership.nonce == f"{first}n1"
+    assert job.membership.round_id == f"{first}n1"
     job.vote("the second round", None)
     print("voted", flush=True)
 

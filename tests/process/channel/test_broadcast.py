@@ -395,7 +395,7 @@ def tamper_limit(outbox: BroadcastOutbox) -> None:
 
 
 def tamper_key(outbox: BroadcastOutbox) -> None:
-    outbox.writer.seal = Seal(b"another secret", outbox._spec.nonce, outbox._spec.name)
+    outbox.writer.seal = Seal(b"another secret", outbox._spec.round_id, outbox._spec.name)
 
 
 @pytest.mark.parametrize(

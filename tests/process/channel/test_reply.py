@@ -25,7 +25,7 @@ DEADLINE_S = 20.0
 NAMES = {1: "rank 1 on host a", 2: "rank 2 on host b"}
 
 
-class Door:
+class Listener:
     """A listener that accepts in a thread."""
 
     def __init__(self, key: bytes | None, ranks: dict[int, str]) -> None:
@@ -65,7 +65,7 @@ def opened() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def sender(opened: ExitStack) -> Callable[..., ReplySender]:
-    def make(door: Door, rank: int, nonce: str = "run1", key: bytes | None = None) -> ReplySender:
+    def make(door: Listener, rank: int, nonce: str = "run1", key: bytes | None = None) -> ReplySender:
         made = ReplySender("127.0.0.1", door.port, rank, nonce, key=key, timeout_s=DEADLINE_S)
         opened.callback(made.shutdown)
         return made
@@ -74,9 +74,9 @@ def sender(opened: ExitStack) -> Callable[..., ReplySender]:
 
 
 @pytest.fixture
-def door(opened: ExitStack) -> Callable[..., Door]:
-    def make(key: bytes | None = None, ranks: dict[int, str] = NAMES) -> Door:
-        made = Door(key, ranks)
+def door(opened: ExitStack) -> Callable[..., Listener]:
+    def make(key: bytes | None = None, ranks: dict[int, str] = NAMES) -> Listener:
+        made = Listener(key, ranks)
 
         def close() -> None:
             for inbox in made.inside.values():
@@ -174,7 +174,7 @@ def test_the_driver_is_gone(door: Any, sender: Any) -> None:
     rank = sender(here, 1)
     here.all_in()[1].shutdown()
     with pytest.raises(PeerLost, match="lost the driver"):
-        rank.bell(DEADLINE_S)
+        rank.doorbell(DEADLINE_S)
     with pytest.raises(PeerLost, match="lost the driver"):
         for _ in range(100):
             rank.enqueue("answer")
@@ -182,7 +182,7 @@ def test_the_driver_is_gone(door: Any, sender: Any) -> None:
         sender(here, 1)
 
 
-@pytest.mark.parametrize("wait", ["dequeue", "enqueue", "bell"])
+@pytest.mark.parametrize("wait", ["dequeue", "enqueue", "doorbell"])
 def test_shutdown_wakes_who_waits(door: Any, sender: Any, wait: str) -> None:
     here = door(ranks={1: NAMES[1]})
     rank = sender(here, 1)
@@ -193,8 +193,8 @@ def test_shutdown_wakes_who_waits(door: Any, sender: Any, wait: str) -> None:
         try:
             if wait == "dequeue":
                 inbox.dequeue(indefinite=True)
-            elif wait == "bell":
-                rank.bell(DEADLINE_S)
+            elif wait == "doorbell":
+                rank.doorbell(DEADLINE_S)
             else:
                 while True:
                     rank.enqueue(bytes(1 << 20))  # nobody reads
@@ -214,14 +214,14 @@ def test_the_bell(door: Any, sender: Any) -> None:
     here = door(ranks={1: NAMES[1]})
     rank = sender(here, 1)
     inbox = here.all_in()[1]
-    assert rank.bell(0.05) is None
+    assert rank.doorbell(0.05) is None
     for kind in (Kind.MESSAGE, Kind.MESSAGE, Kind.HEARTBEAT, Kind.STOP):
         inbox.ring(kind)
-    rung = [rank.bell(DEADLINE_S) for _ in range(4)]
+    rung = [rank.doorbell(DEADLINE_S) for _ in range(4)]
     assert rung == [Kind.MESSAGE, Kind.MESSAGE, Kind.HEARTBEAT, Kind.STOP]
     inbox.ring(Kind.HELLO)
     with pytest.raises(BadFrame, match="unknown ring"):
-        rank.bell(DEADLINE_S)
+        rank.doorbell(DEADLINE_S)
 
 
 def hello(rank: object, nonce: str, kind: Kind = Kind.HELLO) -> bytes:

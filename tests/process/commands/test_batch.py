@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spmd_serve.batch import BatchOptions
-from spmd_serve.commands.batch import BatchJob, told
+from spmd_serve.commands.batch import BatchJob, final_exit_code
 from spmd_serve.config.flags import Flags
 from spmd_serve.errors import ExitCode
 from spmd_serve.system.torchrun_env import TorchrunEnv
@@ -31,14 +31,14 @@ def job(may_restart: bool, said: list[str]) -> Any:
 @pytest.mark.parametrize("code", [ExitCode.OK, ExitCode.FAILED])
 def test_other_codes_stay(code: ExitCode) -> None:
     said: list[str] = []
-    assert told(job(True, said), OPTIONS, code) == code
+    assert final_exit_code(job(True, said), OPTIONS, code) == code
     assert said == []
 
 
 def test_failed_lines_have_a_code_and_a_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     said: list[str] = []
-    assert told(job(False, said), OPTIONS, ExitCode.LINES_FAILED) == ExitCode.LINES_FAILED
+    assert final_exit_code(job(False, said), OPTIONS, ExitCode.LINES_FAILED) == ExitCode.LINES_FAILED
     message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
     assert message == "all lines are in out.jsonl, some of them with an error"
     assert said == []
@@ -46,7 +46,7 @@ def test_failed_lines_have_a_code_and_a_cause(tmp_path: Path, monkeypatch: pytes
 
 def test_failed_lines_are_no_reason_to_start_again() -> None:
     said: list[str] = []
-    assert told(job(True, said), OPTIONS, ExitCode.LINES_FAILED) == ExitCode.OK
+    assert final_exit_code(job(True, said), OPTIONS, ExitCode.LINES_FAILED) == ExitCode.OK
     assert "torchrun would start the finished run again" in said[0]
 
 
@@ -76,7 +76,9 @@ def test_a_batch_that_is_stopped_outside_of_its_lines_says_so(what: str, tmp_pat
     code, text = run_complete(what, Place(tmp_path), tmp_path / "log")
     assert code == 1  # torchrun's
     for rank in (0, 1):
-        told = f"rank {rank}: the batch was stopped before its end: run the same command again to go on"
-        assert text.count(told) == 1, text
+        final_exit_code = (
+            f"rank {rank}: the batch was stopped before its end: run the same command again to go on"
+        )
+        assert text.count(final_exit_code) == 1, text
     assert len(re.findall(r"exitcode *: 4 ", text)) == 2, text
     assert "ends with" not in text

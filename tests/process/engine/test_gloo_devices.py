@@ -61,7 +61,7 @@ import os, sys
 import torch.distributed as dist
 from pathlib import Path
 from tests.support.waiting import wait_until
-from spmd_serve import cores
+from spmd_serve.system import cores
 from spmd_serve.engine.gloo_devices import free_gloo_threads
 
 everything = sorted(os.sched_getaffinity(0))

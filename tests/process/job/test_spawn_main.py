@@ -10,7 +10,7 @@ PARENT = """
 import multiprocessing, os, sys
 sys.path.insert(0, {root!r})
 from parent.child import run
-from spmd_serve.spawned import be_main_of_spawned
+from spmd_serve.job.spawn_main import be_main_of_spawned
 
 if __name__ == "__main__":
     be_main_of_spawned()

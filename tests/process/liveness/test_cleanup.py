@@ -16,7 +16,7 @@ from spmd_serve.liveness.cleanup import (
     scratch_folder,
     use_scratch,
 )
-from tests.support.liveness import GENERATION, PATIENCE_S, Job
+from tests.support.liveness import PATIENCE_S, ROUND_ID, Job
 from tests.support.waiting import wait_until
 
 
@@ -76,7 +76,7 @@ def test_the_watcher_removes_it_when_nobody_is_left(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
         host = job.host(0)
         job.configure()
-        folder, shared = make_scratch(host.address), SHARED / f"{GENERATION}r0-{os.getpid()}"
+        folder, shared = make_scratch(host.address), SHARED / f"{ROUND_ID}r0-{os.getpid()}"
         shared.touch()
         assert folder is not None
         (folder / "socket").touch()

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from spmd_serve.server.admission import Gate, Visit
-from spmd_serve.server.events import News
+from spmd_serve.server.admission import AdmissionControl, TrackedRequest
+from spmd_serve.server.events import JobEvents
 from tests.support.faults import frozen, state
 from tests.support.liveness import Host, Job
 
@@ -41,9 +41,9 @@ async def until(condition: Callable[[], object], what: str) -> None:
 class Inside:
     """A request that is inside the gate until `leave`; `told`: it has been cut."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, admission: AdmissionControl) -> None:
         self.told = False
-        self._gate = gate
+        self._admission = admission
 
         async def receive() -> Any:
             await asyncio.Event().wait()
@@ -51,22 +51,22 @@ class Inside:
         async def send(_message: Any) -> None:
             self.told = True
 
-        self._visit = Visit({"type": "http"}, receive, send)
-        gate.enter(self._visit)
+        self._visit = TrackedRequest({"type": "http"}, receive, send)
+        admission.enter(self._visit)
 
     def leave(self) -> None:
-        self._gate.leave(self._visit)
+        self._admission.leave(self._visit)
 
 
 @asynccontextmanager
-async def followed(host: Host, drain_s: float) -> AsyncIterator[tuple[Gate, Inside, News]]:
+async def followed(host: Host, drain_s: float) -> AsyncIterator[tuple[AdmissionControl, Inside, JobEvents]]:
     """An API server that follows the host's watcher, with one request inside its gate."""
-    gate = Gate()
-    inside = Inside(gate)
-    news = News(gate, drain_s)
-    await news.follow(host.address)
-    yield gate, inside, news
-    await news.close()
+    admission = AdmissionControl()
+    inside = Inside(admission)
+    events = JobEvents(admission, drain_s)
+    await events.follow(host.address)
+    yield admission, inside, events
+    await events.close()
 
 
 def probe(port: int, path: str) -> tuple[int, Any]:
@@ -85,10 +85,10 @@ def test_ranks_are_told_to_drain_when_nothing_runs_any_more(job: Job) -> None:
     job.configure()
 
     async def body() -> None:
-        async with followed(host, 60.0) as (gate, inside, news):
+        async with followed(host, 60.0) as (admission, inside, events):
             host.ranks[1].link("request_drain", "SIGTERM")
-            await until(lambda: gate.refusal, "the gate to shut")
-            assert news.draining == "SIGTERM" and not inside.told
+            await until(lambda: admission.refusal, "the gate to shut")
+            assert events.draining == "SIGTERM" and not inside.told
             host.ranks[0].link("view", PATIENCE_S)  # a turn of the watcher's loop
             assert not host.ranks[0].saw("drain")
             inside.leave()
@@ -124,10 +124,10 @@ def test_a_host_that_has_left_holds_nobody_up(job: Job) -> None:
     job.configure()
 
     async def body() -> None:
-        async with followed(hosts[0], 60.0) as (gate, inside, _news):
+        async with followed(hosts[0], 60.0) as (admission, inside, _events):
             async with followed(hosts[1], 60.0) as (other, _, _):
                 hosts[0].ranks[0].link("request_drain", "SIGTERM")
-                await until(lambda: gate.refusal and other.refusal, "both gates to shut")
+                await until(lambda: admission.refusal and other.refusal, "both gates to shut")
                 for rank in hosts[1].ranks:
                     rank.link("leaving")
                     rank.send("exit", 0)
@@ -145,7 +145,7 @@ def test_a_drain_ends_in_time_whatever_runs(job: Job) -> None:
     job.configure()
 
     async def body() -> None:
-        async with followed(host, 0.3) as (_gate, inside, _news):
+        async with followed(host, 0.3) as (_admission, inside, _events):
             host.ranks[1].link("request_drain", "SIGTERM")
             await until(lambda: inside.told, "the end of its time")
             inside.leave()
@@ -159,13 +159,13 @@ def test_who_leaves_without_a_word_holds_nobody_up(job: Job) -> None:
     job.configure()
 
     async def body() -> None:
-        gate = Gate()
-        Inside(gate)
-        news = News(gate, 60.0)
-        await news.follow(host.address)
+        admission = AdmissionControl()
+        Inside(admission)
+        events = JobEvents(admission, 60.0)
+        await events.follow(host.address)
         host.ranks[1].link("request_drain", "SIGTERM")
-        await until(lambda: gate.refusal, "the gate to shut")
-        await news.close()
+        await until(lambda: admission.refusal, "the gate to shut")
+        await events.close()
         await asyncio.to_thread(host.ranks[0].expect, "drain")
 
     run(body())
@@ -176,14 +176,18 @@ def test_the_verdict_cuts_what_is_inside(job: Job) -> None:
     job.configure(grace_s=20.0)  # for the watcher, and what it shows, go with the last of its members
 
     async def body() -> None:
-        async with followed(host, 60.0) as (gate, inside, news):
+        async with followed(host, 60.0) as (admission, inside, events):
             host.ranks[1].kill()
             await until(lambda: inside.told, "the verdict")
-            assert news.verdict is not None and news.verdict.rank == 1 and news.verdict.detect_s is not None
-            assert gate.refusal is not None and "/health" in gate.refusal
+            assert (
+                events.root_cause is not None
+                and events.root_cause.rank == 1
+                and events.root_cause.detect_s is not None
+            )
+            assert admission.refusal is not None and "/health" in admission.refusal
             # The door for newcomers is shut: the next round's watcher is to have the address.
-            view = await news.view()
-            assert view["verdict"]["rank"] == 1
+            view = await events.view()
+            assert view["root_cause"]["rank"] == 1
             assert [row["state"] for row in view["members"]] == ["starting", "gone"]
 
     run(body())
@@ -198,18 +202,18 @@ def test_a_watcher_that_does_not_answer_is_an_error_in_time(
     job.configure(rank_timeout=60.0)
 
     async def body() -> None:
-        async with followed(host, 60.0) as (_gate, _inside, news):
-            first, second = await asyncio.gather(news.view(), news.view())
+        async with followed(host, 60.0) as (_admission, _inside, events):
+            first, second = await asyncio.gather(events.view(), events.view())
             assert first["members"] == second["members"] and len(first["members"]) == 2
             with frozen(host.watcher_pid), monkeypatch.context() as frozen_only:
                 frozen_only.setattr(limit, 0.3)
                 with pytest.raises(TimeoutError, match=r"^no answer within 0\.3 s$"):
-                    await news.view()
+                    await events.view()
             await until(lambda: state(host.watcher_pid) in "RS", "the watcher to go on")
             os.kill(host.watcher_pid, signal.SIGKILL)
             with pytest.raises(OSError, match="it is gone"):
                 while True:
-                    await news.view()
+                    await events.view()
 
     run(body())
 
@@ -219,10 +223,10 @@ def test_a_watcher_that_is_gone_counts_as_a_failure(job: Job) -> None:
     job.configure()
 
     async def body() -> None:
-        async with followed(host, 60.0) as (_gate, inside, news):
+        async with followed(host, 60.0) as (_admission, inside, events):
             os.kill(host.watcher_pid, signal.SIGKILL)
             await until(lambda: inside.told, "the end of the connection")
-            assert news.verdict is not None and "watcher" in news.verdict.cause
+            assert events.root_cause is not None and "watcher" in events.root_cause.cause
 
     run(body())
 

@@ -39,11 +39,11 @@ def two_hosts(job: Job, **changes: Any) -> tuple[Host, Host]:
 
 def everybody_is_told(actors: list[Actor], since: float, within_s: float) -> dict[str, Any]:
     """The one verdict that all of them got."""
-    verdicts = [actor.expect("verdict") for actor in actors]
-    slowest = max(verdict.pop("at") for verdict in verdicts) - since
+    verdicts = [actor.expect("root_cause") for actor in actors]
+    slowest = max(root_cause.pop("at") for root_cause in verdicts) - since
     print(f"all were told after {slowest:.3f} s: {verdicts[0]['cause']}")
     assert slowest < within_s
-    assert all(verdict == verdicts[0] for verdict in verdicts)
+    assert all(root_cause == verdicts[0] for root_cause in verdicts)
     return verdicts[0]
 
 
@@ -51,9 +51,9 @@ def everybody_is_told(actors: list[Actor], since: float, within_s: float) -> dic
 def test_a_remote_rank_killed_is_known_everywhere_at_once(job: Job, key: str | None) -> None:
     head, other = two_hosts(job, key=key)
     at = other.ranks[1].kill()
-    verdict = everybody_is_told([*head.ranks, other.ranks[0]], at, TOLD_S)
-    assert verdict["cause"] == f"rank 3 (pid {other.ranks[1].pid}, host b) was killed by SIGKILL"
-    assert (verdict["rank"], verdict["host"]) == (3, "b")
+    root_cause = everybody_is_told([*head.ranks, other.ranks[0]], at, TOLD_S)
+    assert root_cause["cause"] == f"rank 3 (pid {other.ranks[1].pid}, host b) was killed by SIGKILL"
+    assert (root_cause["rank"], root_cause["host"]) == (3, "b")
     job.kill_actors()
     job.all_gone()
 
@@ -61,8 +61,8 @@ def test_a_remote_rank_killed_is_known_everywhere_at_once(job: Job, key: str | N
 def test_a_rank_of_the_head_killed_is_known_everywhere_at_once(job: Job) -> None:
     head, other = two_hosts(job)
     at = head.ranks[0].kill()
-    verdict = everybody_is_told([head.ranks[1], *other.ranks], at, TOLD_S)
-    assert verdict["cause"].startswith("rank 0 (") and verdict["host"] == "a"
+    root_cause = everybody_is_told([head.ranks[1], *other.ranks], at, TOLD_S)
+    assert root_cause["cause"].startswith("rank 0 (") and root_cause["host"] == "a"
     job.all_gone()  # both watchers end whoever does not end by itself
 
 
@@ -71,8 +71,8 @@ def test_all_ranks_of_a_host_killed(job: Job) -> None:
     at = time.monotonic()
     for actor in other.ranks:
         actor.kill()
-    verdict = everybody_is_told(head.ranks, at, TOLD_S)
-    assert verdict["host"] == "b" and "was killed by SIGKILL" in verdict["cause"]
+    root_cause = everybody_is_told(head.ranks, at, TOLD_S)
+    assert root_cause["host"] == "b" and "was killed by SIGKILL" in root_cause["cause"]
 
 
 def test_a_report_on_one_host_wins_over_what_others_notice_of_it(job: Job) -> None:
@@ -82,18 +82,18 @@ def test_a_report_on_one_host_wins_over_what_others_notice_of_it(job: Job) -> No
         other.ranks[0].send("fail_and_exit", "RuntimeError: out of memory", False, 1)
         other.ranks[0].process.wait(PATIENCE_S)
         head.ranks[0].link("failed", "Connection closed by peer", peer=True)
-    verdict = everybody_is_told([*head.ranks, other.ranks[1]], time.monotonic(), TOLD_S)
-    assert verdict["rank"] == 2 and verdict["cause"].endswith("RuntimeError: out of memory")
+    root_cause = everybody_is_told([*head.ranks, other.ranks[1]], time.monotonic(), TOLD_S)
+    assert root_cause["rank"] == 2 and root_cause["cause"].endswith("RuntimeError: out of memory")
 
 
 def test_the_remote_watcher_killed(job: Job) -> None:
     head, other = two_hosts(job)
     at = time.monotonic()
     os.kill(other.watcher_pid, signal.SIGKILL)
-    verdict = everybody_is_told(head.ranks, at, TOLD_S)
-    assert "host b (ranks 2-3): its watcher is gone" in verdict["cause"]
+    root_cause = everybody_is_told(head.ranks, at, TOLD_S)
+    assert "host b (ranks 2-3): its watcher is gone" in root_cause["cause"]
     for actor in other.ranks:
-        assert actor.expect("verdict")["cause"] == "the watcher on host b is gone"
+        assert actor.expect("root_cause")["cause"] == "the watcher on host b is gone"
     job.all_gone()  # without a watcher, who does not end by itself is ended by its own link
 
 
@@ -101,11 +101,11 @@ def test_the_remote_watcher_stopped(job: Job) -> None:
     head, other = two_hosts(job, rank_timeout=3.0)
     at = time.monotonic()
     os.kill(other.watcher_pid, signal.SIGSTOP)
-    verdict = everybody_is_told(head.ranks, at, SILENT_S)
+    root_cause = everybody_is_told(head.ranks, at, SILENT_S)
     # Its own members notice at about the same time, and end it; silence is the cause all the same.
-    assert "host b (ranks 2-3) has been silent for" in verdict["cause"]
+    assert "host b (ranks 2-3) has been silent for" in root_cause["cause"]
     for actor in other.ranks:
-        assert "the watcher on host b" in actor.expect("verdict")["cause"]
+        assert "the watcher on host b" in actor.expect("root_cause")["cause"]
     job.kill_actors()
     job.all_gone()
 
@@ -114,10 +114,10 @@ def test_the_heads_watcher_killed(job: Job) -> None:
     head, other = two_hosts(job)
     at = time.monotonic()
     os.kill(head.watcher_pid, signal.SIGKILL)
-    verdict = everybody_is_told(other.ranks, at, TOLD_S)
-    assert "the head, host a (ranks 0-1): its watcher is gone" in verdict["cause"]
+    root_cause = everybody_is_told(other.ranks, at, TOLD_S)
+    assert "the head, host a (ranks 0-1): its watcher is gone" in root_cause["cause"]
     for actor in head.ranks:
-        assert actor.expect("verdict")["cause"] == "the watcher on host a is gone"
+        assert actor.expect("root_cause")["cause"] == "the watcher on host a is gone"
     job.kill_actors()
     job.all_gone()
 
@@ -126,10 +126,10 @@ def test_the_heads_watcher_stopped(job: Job) -> None:
     head, other = two_hosts(job, rank_timeout=3.0)
     at = time.monotonic()
     os.kill(head.watcher_pid, signal.SIGSTOP)
-    verdict = everybody_is_told(other.ranks, at, SILENT_S)
-    assert "the head, host a (ranks 0-1) has been silent for" in verdict["cause"]
+    root_cause = everybody_is_told(other.ranks, at, SILENT_S)
+    assert "the head, host a (ranks 0-1) has been silent for" in root_cause["cause"]
     for actor in head.ranks:
-        assert "the watcher on host a" in actor.expect("verdict")["cause"]
+        assert "the watcher on host a" in actor.expect("root_cause")["cause"]
     job.kill_actors()
     job.all_gone()
 
@@ -188,10 +188,12 @@ def test_a_cut_cable_ends_both_sides(job: Job) -> None:
             host.ranks[0].do("configure", job.config(host.node, to, rank_timeout=3.0))
         wait_until(job.all_seen, PATIENCE_S, "both hosts to see each other")
         at = cable.cut()
-        verdict = everybody_is_told(head.ranks, at, SILENT_S)
-        assert "host b (ranks 2-3) has been silent for" in verdict["cause"] and verdict["detect_s"] > 3.0
-        verdict = everybody_is_told(other.ranks, at, SILENT_S)
-        assert "the head, host a (ranks 0-1) has been silent for" in verdict["cause"]
+        root_cause = everybody_is_told(head.ranks, at, SILENT_S)
+        assert (
+            "host b (ranks 2-3) has been silent for" in root_cause["cause"] and root_cause["detect_s"] > 3.0
+        )
+        root_cause = everybody_is_told(other.ranks, at, SILENT_S)
+        assert "the head, host a (ranks 0-1) has been silent for" in root_cause["cause"]
         job.kill_actors()
         job.all_gone()
 
@@ -201,16 +203,16 @@ def test_a_busy_head_is_not_taken_for_dead(job: Job) -> None:
     with frozen(other.watcher_pid):
         time.sleep(0.6)
     head.ranks[0].do("hold_gil", 4.0)  # longer than a host may be silent
-    assert not any(actor.saw("verdict") for actor in [*head.ranks, *other.ranks])
+    assert not any(actor.saw("root_cause") for actor in [*head.ranks, *other.ranks])
 
 
 def test_a_remote_hang_writes_stacks_on_all_hosts(job: Job) -> None:
     head, other = two_hosts(job, step_timeout=1.0)
     at = time.monotonic()
-    other.ranks[1].do("slot", "step_begin", [])
+    other.ranks[1].do("entry", "step_begin", [])
     other.ranks[1].send("hold_gil", 30)
-    verdict = everybody_is_told([*head.ranks, other.ranks[0]], at, SILENT_S)
-    assert verdict["rank"] == 3 and "step 1 has made no progress" in verdict["cause"]
+    root_cause = everybody_is_told([*head.ranks, other.ranks[0]], at, SILENT_S)
+    assert root_cause["rank"] == 3 and "step 1 has made no progress" in root_cause["cause"]
     for actor in [*head.ranks, *other.ranks]:
         actor.wait_stacks()
     job.kill_actors()
@@ -277,7 +279,7 @@ def test_ranks_that_leave_without_announcing_are_no_failure(job: Job) -> None:
 
 def test_the_view_of_the_head_is_the_whole_job(job: Job) -> None:
     head, other = two_hosts(job)
-    other.ranks[0].do("slot", "state", ["ready"])
+    other.ranks[0].do("entry", "state", ["ready"])
 
     def complete() -> bool:
         view = head.ranks[0].link("view", PATIENCE_S)
@@ -297,20 +299,20 @@ def test_a_host_that_does_not_come_is_named(job: Job) -> None:
     head.ranks[0].do("configure", job.config(0, port, join_timeout=0.5))
     assert (
         "host b (rank 2): its watcher has not connected within 0.5 s"
-        in head.ranks[0].expect("verdict")["cause"]
+        in head.ranks[0].expect("root_cause")["cause"]
     )
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         blocked = job.config(1, nobody.getsockname()[1], join_timeout=0.5)
         other.ranks[0].do("configure", blocked)
-        cause = other.ranks[0].expect("verdict")["cause"]
+        cause = other.ranks[0].expect("root_cause")["cause"]
     assert "could not join that of the head host a (ranks 0-1)" in cause and "Connection refused" in cause
 
 
 WRONG: list[dict[str, Any]] = [
     {"key": "another secret"},
     {"key": None},
-    {"generation": "ba9876543210"},
+    {"round_id": "ba9876543210"},
 ]
 
 
@@ -323,13 +325,13 @@ def test_a_wrong_key_or_generation_is_refused_and_the_job_lives(job: Job) -> Non
     for stranger, wrong in zip(strangers, WRONG, strict=True):
         stranger.ranks[0].do("configure", job.config(1, port, **{**right, "join_timeout": 3.0, **wrong}))
     for stranger, wrong in zip(strangers, WRONG, strict=True):
-        cause = stranger.ranks[0].expect("verdict")["cause"]
+        cause = stranger.ranks[0].expect("root_cause")["cause"]
         assert "could not join" in cause and "it refused us" in cause, wrong
     dropped = "dropped a connection from 127.0.0.1"
     wait_until(lambda: head.log.count(dropped) >= len(WRONG), PATIENCE_S, "lines in the log")
     other.ranks[0].do("configure", job.config(1, port, **right))
     wait_until(job.all_seen, PATIENCE_S, "the right one to be taken")
-    assert not head.ranks[0].saw("verdict") and not other.ranks[0].saw("verdict")
+    assert not head.ranks[0].saw("root_cause") and not other.ranks[0].saw("root_cause")
 
 
 GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"\x00" * 10_000, b'{"t":"hello","node":"x"}\n', b""]
@@ -349,8 +351,8 @@ def test_garbage_from_strangers_does_not_end_the_job(job: Job) -> None:
     wait_until(
         lambda: head.log.count(dropped) == len(GARBAGE), PATIENCE_S, "all to be dropped with a line each"
     )
-    assert head.ranks[0].link("view", PATIENCE_S)["verdict"] is None
-    assert not other.ranks[0].saw("verdict")
+    assert head.ranks[0].link("view", PATIENCE_S)["root_cause"] is None
+    assert not other.ranks[0].saw("root_cause")
 
 
 def test_a_second_watcher_of_a_host_that_is_here_is_refused(job: Job) -> None:
@@ -360,7 +362,7 @@ def test_a_second_watcher_of_a_host_that_is_here_is_refused(job: Job) -> None:
         lines, seal = LineBuffer(), Seal(None, "node", "head")
         lines.feed(sock.recv(4096))
         assert unpack(lines.take()[0])["t"] == "challenge"
-        sock.sendall(seal.wrap({"t": "hello", "node": 1, "generation": "0123456789ab", "nonce": "n"}))
+        sock.sendall(seal.wrap({"t": "hello", "node": 1, "round_id": "0123456789ab", "nonce": "n"}))
         assert sock.recv(4096) == b""
     wait_until(lambda: "node 1 is not expected, or here already" in head.log, PATIENCE_S, "a line in the log")
-    assert not other.ranks[0].saw("verdict")
+    assert not other.ranks[0].saw("root_cause")

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 import pytest
 
 from spmd_serve.liveness.procfs import ProcFile, ending_of
-from spmd_serve.liveness.status_table import BOARD_BYTES, SLOTS, Board, BoardSlot, NullSlot, SlotReading
+from spmd_serve.liveness.status_table import (
+    BOARD_BYTES,
+    SLOTS,
+    EntryReading,
+    NullStatusEntry,
+    StatusEntry,
+    StatusTable,
+)
 from spmd_serve.system.process import Ending, has_ended, open_pidfd, reaped_ending, send_signal, wait_readable
 from tests.support.liveness import ROOT
 from tests.support.processes import Process, assert_gone, look
@@ -24,7 +31,7 @@ FAMILIES = {
 
 PARENT = """
 import os, sys, threading, time
-from spmd_serve.process import die_with_parent, die_with_parent_in_children
+from spmd_serve.system.process import die_with_parent, die_with_parent_in_children
 me = os.getpid()
 def hook():
     die_with_parent_in_children()
@@ -104,73 +111,73 @@ def test_a_pid_that_is_gone_has_no_pidfd() -> None:
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    made = Board()
+def board() -> Iterator[StatusTable]:
+    made = StatusTable()
     yield made
     os.close(made.fd)
 
 
 class TestBoard:
-    def test_what_a_member_notes_is_read(self, board: Board) -> None:
+    def test_what_a_member_notes_is_read(self, board: StatusTable) -> None:
         number = board.take()
         assert number is not None
-        assert board.read(number) == SlotReading(0, 0, "starting", 0.0, 0.0, 0.0)
-        slot, before = BoardSlot(board.fd, number), time.monotonic()
-        slot.state("ready")
-        slot.step_begin()
-        slot.step_begin()
-        slot.step_end()
+        assert board.read(number) == EntryReading(0, 0, "starting", 0.0, 0.0, 0.0)
+        entry, before = StatusEntry(board.fd, number), time.monotonic()
+        entry.state("ready")
+        entry.step_begin()
+        entry.step_begin()
+        entry.step_end()
         reading = board.read(number)
         assert (reading.started, reading.done, reading.state) == (2, 1, "ready")
         assert before <= reading.turned_at <= reading.started_at <= reading.done_at <= time.monotonic()
         assert reading.last_sign == reading.done_at
-        slot.works()
+        entry.works()
         assert before <= board.read(number).works_since <= time.monotonic()
-        slot.waits()
+        entry.waits()
         assert board.read(number) == reading
         for works in (False, True):  # a driver waits for a reply, in a step or between them
-            assert slot.awaits(0) is works
+            assert entry.awaits(0) is works
             assert (board.read(number).awaits, board.read(number).works_since >= before) == (0, True)
-            slot.replied(works)
+            entry.replied(works)
             assert (board.read(number).awaits, board.read(number).works_since > 0.0) == (None, works)
-            slot.works()
-        slot.waits()
+            entry.works()
+        entry.waits()
         assert board.read(number) == reading
-        slot.detach()
-        slot.step_end()
+        entry.detach()
+        entry.step_end()
         assert board.read(number) == reading
 
-    def test_slots_are_apart_zeroed_and_limited(self, board: Board) -> None:
+    def test_slots_are_apart_zeroed_and_limited(self, board: StatusTable) -> None:
         numbers = [board.take() for _ in range(SLOTS)]
         assert len({*numbers}) == SLOTS and None not in numbers and board.take() is None
-        BoardSlot(board.fd, 7).step_begin()
+        StatusEntry(board.fd, 7).step_begin()
         assert board.read(6).started == board.read(8).started == 0
         board.give_back(7)
         assert board.take() == 7 and board.read(7).started == 0
 
-    def test_nobody_can_cut_it(self, board: Board) -> None:
+    def test_nobody_can_cut_it(self, board: StatusTable) -> None:
         with pytest.raises(PermissionError):
             os.ftruncate(board.fd, BOARD_BYTES // 2)
 
-    def test_noting_a_step_is_cheap(self, board: Board) -> None:
-        slot = BoardSlot(board.fd, 0)
-        best = min(self.time_of(slot) for _ in range(5))
+    def test_noting_a_step_is_cheap(self, board: StatusTable) -> None:
+        entry = StatusEntry(board.fd, 0)
+        best = min(self.time_of(entry) for _ in range(5))
         print(f"step_begin + step_end: {best * 1e6:.2f} µs")
         assert best < 20e-6
 
-    def time_of(self, slot: BoardSlot) -> float:
+    def time_of(self, entry: StatusEntry) -> float:
         start = time.perf_counter()
         for _ in range(1000):
-            slot.step_begin()
-            slot.step_end()
+            entry.step_begin()
+            entry.step_end()
         return (time.perf_counter() - start) / 1000
 
     def test_the_null_slot_has_the_same_methods(self) -> None:
         for name in ("step_begin", "step_end", "works", "waits", "turn", "detach"):
-            assert getattr(NullSlot(), name)() is None and hasattr(BoardSlot, name)
-        NullSlot().state("ready")
-        assert NullSlot().awaits(1) is False
-        NullSlot().replied(True)
+            assert getattr(NullStatusEntry(), name)() is None and hasattr(StatusEntry, name)
+        NullStatusEntry().state("ready")
+        assert NullStatusEntry().awaits(1) is False
+        NullStatusEntry().replied(True)
 
 
 def test_importing_liveness_imports_nothing_heavy() -> None:

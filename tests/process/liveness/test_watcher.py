@@ -34,11 +34,11 @@ def test_kill_9_is_told_to_the_others_at_once(job: Job) -> None:
     job.configure()
     at = host.ranks[1].kill()
     for actor in (host.ranks[0], engine):
-        verdict = actor.expect("verdict")
-        print(f"told after {verdict['at'] - at:.3f} s")
-        assert verdict["at"] - at < TOLD_S
-        assert verdict["cause"] == f"rank 1 (pid {host.ranks[1].pid}, host a) was killed by SIGKILL"
-        assert (verdict["rank"], verdict["host"]) == (1, "a")
+        root_cause = actor.expect("root_cause")
+        print(f"told after {root_cause['at'] - at:.3f} s")
+        assert root_cause["at"] - at < TOLD_S
+        assert root_cause["cause"] == f"rank 1 (pid {host.ranks[1].pid}, host a) was killed by SIGKILL"
+        assert (root_cause["rank"], root_cause["host"]) == (1, "a")
     job.all_gone()  # the watcher ends whoever does not end by itself, then itself
 
 
@@ -57,8 +57,8 @@ def test_the_default_answer_is_one_line_and_exit_code_1(job: Job) -> None:
 def test_death_before_the_rendezvous_and_of_the_watchers_parent(job: Job) -> None:
     host = job.host(0, 1)
     at = host.ranks[0].kill()
-    verdict = host.ranks[1].expect("verdict")
-    assert "rank 0" in verdict["cause"] and verdict["at"] - at < TOLD_S
+    root_cause = host.ranks[1].expect("root_cause")
+    assert "rank 0" in root_cause["cause"] and root_cause["at"] - at < TOLD_S
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_death_before_the_rendezvous_and_of_the_watchers_parent(job: Job) -> Non
 def test_an_end_without_a_word_says_how(job: Job, command: tuple[object, ...], text: str) -> None:
     host = job.host(0, 1)
     host.ranks[1].send(str(command[0]), *command[1:])
-    assert text in host.ranks[0].expect("verdict")["cause"]
+    assert text in host.ranks[0].expect("root_cause")["cause"]
 
 
 def test_the_end_is_seen_though_a_forked_child_holds_the_descriptors(job: Job) -> None:
@@ -77,8 +77,8 @@ def test_the_end_is_seen_though_a_forked_child_holds_the_descriptors(job: Job) -
     assert child is not None
     try:
         at = host.ranks[1].kill()
-        verdict = host.ranks[0].expect("verdict")
-        assert verdict["at"] - at < TOLD_S and "SIGKILL" in verdict["cause"]  # not what the child said
+        root_cause = host.ranks[0].expect("root_cause")
+        assert root_cause["at"] - at < TOLD_S and "SIGKILL" in root_cause["cause"]  # not what the child said
         job.kill_actors()
         job.all_gone()
     finally:
@@ -91,8 +91,8 @@ def test_a_members_own_report_wins_over_its_consequences(job: Job) -> None:
         host.ranks[0].send("fail_and_exit", "Connection closed by peer", True, 1)
         host.ranks[0].process.wait(PATIENCE_S)
         host.ranks[1].link("failed", "ValueError: bad weights")
-    verdict = host.ranks[1].expect("verdict")
-    assert verdict["cause"].endswith("ValueError: bad weights") and verdict["rank"] == 1
+    root_cause = host.ranks[1].expect("root_cause")
+    assert root_cause["cause"].endswith("ValueError: bad weights") and root_cause["rank"] == 1
 
 
 def test_a_report_wins_over_an_end_without_a_word(job: Job) -> None:
@@ -101,7 +101,7 @@ def test_a_report_wins_over_an_end_without_a_word(job: Job) -> None:
         host.ranks[0].send("exit", 1)
         host.ranks[0].process.wait(PATIENCE_S)
         host.ranks[1].link("failed", "ValueError: bad weights")
-    assert host.ranks[1].expect("verdict")["rank"] == 1
+    assert host.ranks[1].expect("root_cause")["rank"] == 1
 
 
 def test_children_that_die_with_their_rank_do_not_hide_it(job: Job) -> None:
@@ -112,27 +112,27 @@ def test_children_that_die_with_their_rank_do_not_hide_it(job: Job) -> None:
         engine.process.wait(PATIENCE_S)
         host.ranks[1].kill()
         host.ranks[1].process.wait(PATIENCE_S)
-    assert host.ranks[0].expect("verdict")["rank"] == 1
+    assert host.ranks[0].expect("root_cause")["rank"] == 1
 
 
 def test_sigstop_is_seen_after_rank_timeout_and_slow_ranks_are_left_alone(job: Job) -> None:
     host = job.host(0, 1, 2)
     job.configure(rank_timeout=3.0, expect_turns=True)
     for actor in host.ranks:
-        actor.do("slot", "state", ["loading"])
+        actor.do("entry", "state", ["loading"])
     host.ranks[0].send("burn_holding_gil", 3.5)
     host.ranks[1].send("hold_gil", 3.5)
     host.ranks[0].answer()
     host.ranks[1].answer()
     view = host.ranks[2].link("view", PATIENCE_S)
-    assert view["verdict"] is None
-    assert not any(actor.saw("verdict") for actor in host.ranks)
+    assert view["root_cause"] is None
+    assert not any(actor.saw("root_cause") for actor in host.ranks)
     at = host.ranks[1].kill(signal.SIGSTOP)
-    verdict = host.ranks[2].expect("verdict")
-    print(f"SIGSTOP told after {verdict['at'] - at:.3f} s")
-    assert 1.5 <= verdict["at"] - at < 15.0
-    assert "rank 1 " in verdict["cause"] and "has been stopped (SIGSTOP) for" in verdict["cause"]
-    assert verdict["detect_s"] >= 1.5
+    root_cause = host.ranks[2].expect("root_cause")
+    print(f"SIGSTOP told after {root_cause['at'] - at:.3f} s")
+    assert 1.5 <= root_cause["at"] - at < 15.0
+    assert "rank 1 " in root_cause["cause"] and "has been stopped (SIGSTOP) for" in root_cause["cause"]
+    assert root_cause["detect_s"] >= 1.5
     job.kill_actors()
     job.all_gone()
 
@@ -152,7 +152,7 @@ def test_a_short_stop_is_forgiven(job: Job) -> None:
         PATIENCE_S,
         "it runs again",
     )
-    assert host.ranks[1].link("view", PATIENCE_S)["verdict"] is None
+    assert host.ranks[1].link("view", PATIENCE_S)["root_cause"] is None
 
 
 def _state(view: dict[str, list[dict[str, object]]], name: str) -> object:
@@ -164,14 +164,14 @@ def test_a_hung_step_fails_after_step_timeout_with_stacks(job: Job) -> None:
     job.configure(step_timeout=1.0)
     with frozen(host.watcher_pid):  # so that it sees the last step only, however long the others take
         for _ in range(40):
-            host.ranks[1].do("slot", "step_begin", [])
-            host.ranks[1].do("slot", "step_end", [])
-        host.ranks[1].do("slot", "step_begin", [])
+            host.ranks[1].do("entry", "step_begin", [])
+            host.ranks[1].do("entry", "step_end", [])
+        host.ranks[1].do("entry", "step_begin", [])
         host.ranks[1].send("hold_gil", 30)  # its stacks come all the same
         at = time.monotonic()
-    verdict = host.ranks[0].expect("verdict")
-    assert 1.0 <= verdict["at"] - at < 15.0
-    assert "rank 1 " in verdict["cause"] and "step 41 has made no progress for" in verdict["cause"]
+    root_cause = host.ranks[0].expect("root_cause")
+    assert 1.0 <= root_cause["at"] - at < 15.0
+    assert "rank 1 " in root_cause["cause"] and "step 41 has made no progress for" in root_cause["cause"]
     for actor in host.ranks:
         actor.wait_stacks()
     assert "hold_gil" in host.ranks[1].log.read_text()
@@ -182,12 +182,12 @@ def test_a_hung_step_fails_after_step_timeout_with_stacks(job: Job) -> None:
 def test_a_step_that_ends_after_all_is_no_failure(job: Job) -> None:
     host = job.host(0, 1)
     job.configure(rank_timeout=8.0, step_timeout=1.0)
-    host.ranks[1].do("slot", "step_begin", [])
+    host.ranks[1].do("entry", "step_begin", [])
     wait_until(lambda: "asking" in host.log, PATIENCE_S, "stacks are asked for")
     with frozen(host.watcher_pid):  # so that it does not judge before a starved rank has ended its step
-        host.ranks[1].do("slot", "step_end", [])
+        host.ranks[1].do("entry", "step_end", [])
     time.sleep(2.5)  # longer than the accusation takes to become a verdict
-    assert host.ranks[0].link("view", PATIENCE_S)["verdict"] is None
+    assert host.ranks[0].link("view", PATIENCE_S)["root_cause"] is None
 
 
 def test_who_has_reset_the_signal_is_not_ended_by_the_question_for_stacks(job: Job) -> None:
@@ -198,8 +198,8 @@ def test_who_has_reset_the_signal_is_not_ended_by_the_question_for_stacks(job: J
     again.do("reset_stacks_signal")
     host.join(again, "api", "API server")  # registers anew
     job.configure(step_timeout=0.5)
-    host.ranks[1].do("slot", "step_begin", [])
-    assert "rank 1 " in host.ranks[0].expect("verdict")["cause"]
+    host.ranks[1].do("entry", "step_begin", [])
+    assert "rank 1 " in host.ranks[0].expect("root_cause")["cause"]
     again.wait_stacks()
     assert "hread 0x" not in host.ranks[0].log.read_text()
 
@@ -208,17 +208,17 @@ def test_an_idle_loop_that_does_not_turn_is_hung_but_not_while_it_steps(job: Job
     host = job.host(0, 1, 2)
     job.configure(rank_timeout=3.0, expect_turns=True)
     stepping, turning, stuck = host.ranks
-    stepping.do("slot", "step_begin", [])
+    stepping.do("entry", "step_begin", [])
     for actor in host.ranks:
-        actor.do("slot", "state", ["ready"])
+        actor.do("entry", "state", ["ready"])
     turning.do("turn_forever", 0.1)
     stuck.do("turn_forever", 0.1)
     time.sleep(4.0)  # not a synchronisation: the watcher has to see some turns first
     at = time.monotonic()
     stuck.send("burn_holding_gil", 30.0)  # a sleep would end with the signal that asks for stacks
-    verdict = turning.expect("verdict")
-    assert "rank 2 " in verdict["cause"] and "its loop has not turned" in verdict["cause"]
-    assert verdict["at"] - at < 15.0
+    root_cause = turning.expect("root_cause")
+    assert "rank 2 " in root_cause["cause"] and "its loop has not turned" in root_cause["cause"]
+    assert root_cause["at"] - at < 15.0
 
 
 def loaded(job: Job, step_timeout: float) -> tuple[Host, Actor]:
@@ -226,42 +226,44 @@ def loaded(job: Job, step_timeout: float) -> tuple[Host, Actor]:
     host = job.host(0, 1)
     engine = host.child("engine", "engine core")
     job.configure(step_timeout=step_timeout)
-    engine.do("slot", "state", ["ready"])
+    engine.do("entry", "state", ["ready"])
     return host, engine
 
 
 def test_an_engine_core_that_does_not_get_on_with_its_work_is_hung(job: Job) -> None:
     """Although it sends heartbeats; and no rank is in a step, which would explain it."""
     host, engine = loaded(job, step_timeout=0.5)
-    engine.do("slot", "works", [])
-    engine.do("slot", "waits", [])
+    engine.do("entry", "works", [])
+    engine.do("entry", "waits", [])
     at = time.monotonic()
     time.sleep(DRIVER_S)  # not a synchronisation: time in which waiting would count, if it did
-    assert host.ranks[0].link("view", PATIENCE_S)["verdict"] is None
-    engine.do("slot", "works", [])
-    verdict = host.ranks[0].expect("verdict")
-    assert verdict["at"] - at > DRIVER_S + 4.0
-    assert f"engine core (pid {engine.pid}, host a) hung: its loop has made no progress" in verdict["cause"]
+    assert host.ranks[0].link("view", PATIENCE_S)["root_cause"] is None
+    engine.do("entry", "works", [])
+    root_cause = host.ranks[0].expect("root_cause")
+    assert root_cause["at"] - at > DRIVER_S + 4.0
+    assert (
+        f"engine core (pid {engine.pid}, host a) hung: its loop has made no progress" in root_cause["cause"]
+    )
     engine.wait_stacks()
 
 
 def test_a_reply_that_never_comes_is_blamed_on_its_rank(job: Job) -> None:
     host, engine = loaded(job, step_timeout=0.5)
-    engine.do("slot", "awaits", [1])
-    verdict = host.ranks[0].expect("verdict")
-    assert verdict["cause"].startswith(
+    engine.do("entry", "awaits", [1])
+    root_cause = host.ranks[0].expect("root_cause")
+    assert root_cause["cause"].startswith(
         f"rank 1 (host a) hung: engine core (pid {engine.pid}, host a) has waited "
     )
-    assert (verdict["rank"], verdict["host"]) == (1, "a")
+    assert (root_cause["rank"], root_cause["host"]) == (1, "a")
 
 
 def test_a_rank_that_hangs_explains_an_engine_core_that_waits_for_it(job: Job) -> None:
     """Also when that began to wait seconds before."""
     host, engine = loaded(job, step_timeout=2.0)
-    engine.do("slot", "awaits", [0])
+    engine.do("entry", "awaits", [0])
     time.sleep(1.5)  # the rank's delay, to which 3 s more may be added before the engine core is to blame
-    host.ranks[1].do("slot", "step_begin", [])
-    assert "rank 1 (" in engine.expect("verdict")["cause"]
+    host.ranks[1].do("entry", "step_begin", [])
+    assert "rank 1 (" in engine.expect("root_cause")["cause"]
 
 
 def test_the_watcher_killed_ends_its_members(job: Job) -> None:
@@ -270,8 +272,8 @@ def test_the_watcher_killed_ends_its_members(job: Job) -> None:
     at = time.monotonic()
     os.kill(host.watcher_pid, signal.SIGKILL)
     for actor in host.ranks:
-        verdict = actor.expect("verdict")
-        assert verdict["cause"] == "the watcher on host a is gone" and verdict["at"] - at < TOLD_S
+        root_cause = actor.expect("root_cause")
+        assert root_cause["cause"] == "the watcher on host a is gone" and root_cause["at"] - at < TOLD_S
 
 
 def test_a_stopped_watcher_ends_its_members_and_is_ended_by_them(job: Job) -> None:
@@ -280,7 +282,7 @@ def test_a_stopped_watcher_ends_its_members_and_is_ended_by_them(job: Job) -> No
     watcher = look(host.watcher_pid)
     assert watcher is not None
     os.kill(host.watcher_pid, signal.SIGSTOP)
-    causes = {actor.expect("verdict")["cause"] for actor in host.ranks}
+    causes = {actor.expect("root_cause")["cause"] for actor in host.ranks}
     assert any("the watcher on host a has been silent for" in cause for cause in causes)
     assert_gone([watcher], 10.0)
 
@@ -297,7 +299,7 @@ def test_signals_of_the_terminal_do_not_end_the_watcher(job: Job) -> None:
     host = job.host(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(host.watcher_pid, number)
-    assert host.ranks[0].link("view", PATIENCE_S)["verdict"] is None
+    assert host.ranks[0].link("view", PATIENCE_S)["root_cause"] is None
     assert os.getpgid(host.watcher_pid) != os.getpgid(host.ranks[0].pid)
     with open(f"/proc/{host.watcher_pid}/comm") as comm:
         assert comm.read() == "spmd-watcher\n"
@@ -326,7 +328,7 @@ def test_who_stays_after_the_normal_end_is_killed(job: Job) -> None:
         assert host.ranks[0].announce_end() is True
         assert host.ranks[1].process.wait(PATIENCE_S) == -signal.SIGKILL
     said = f"rank 1 (pid {host.ranks[1].pid}, host a) has not ended by itself: SIGKILL"
-    assert said in host.ranks[0].log.read_text() and not host.ranks[0].saw("verdict")
+    assert said in host.ranks[0].log.read_text() and not host.ranks[0].saw("root_cause")
 
 
 def test_the_view_lists_ranks_by_number_whoever_came_first(job: Job) -> None:
@@ -346,7 +348,7 @@ def test_the_view_lists_ranks_by_number_whoever_came_first(job: Job) -> None:
 def test_the_end_of_the_agent_is_the_first_cause(job: Job) -> None:
     host = job.host(0, 1)
     host.agent.kill()
-    assert f"torchrun's agent (pid {host.agent.pid})" in host.ranks[0].expect("verdict")["cause"]
+    assert f"torchrun's agent (pid {host.agent.pid})" in host.ranks[0].expect("root_cause")["cause"]
 
 
 def test_drain_reaches_every_rank_once(job: Job) -> None:
@@ -358,7 +360,7 @@ def test_drain_reaches_every_rank_once(job: Job) -> None:
     for actor in host.ranks:
         assert actor.expect("drain")["reason"] == "SIGTERM"
     view = host.ranks[0].link("view", PATIENCE_S)
-    assert view["draining"] == "SIGTERM" and view["verdict"] is None
+    assert view["draining"] == "SIGTERM" and view["root_cause"] is None
     assert not any(actor.saw("drain") for actor in (*host.ranks, api))
 
 
@@ -383,7 +385,7 @@ def test_an_end_that_follows_a_death_is_a_failure(job: Job) -> None:
     host.ranks[1].link("request_drain", "SIGTERM")
     host.ranks[0].send("announce_end", asdict(End()), 2.0)
     for rank in host.ranks[:2]:
-        assert "rank 2" in rank.expect("verdict")["cause"]
+        assert "rank 2" in rank.expect("root_cause")["cause"]
         assert not rank.saw("end") and not rank.saw("drain")
 
 
@@ -398,7 +400,7 @@ def test_normal_end(job: Job, early: bool) -> None:
     host.ranks[1].kill()
     host.ranks[1].process.wait(PATIENCE_S)
     view = host.ranks[0].link("view", PATIENCE_S)
-    assert view["ended"] and view["verdict"] is None
+    assert view["ended"] and view["root_cause"] is None
     host.ranks[0].send("exit", 0)
     job.all_gone()
     assert "failed" not in host.log
@@ -412,7 +414,7 @@ def test_leaving_is_no_failure(job: Job) -> None:
     wait_until(
         lambda: _state(host.ranks[0].link("view", PATIENCE_S), "rank 1") == "gone", PATIENCE_S, "it is gone"
     )
-    assert host.ranks[0].link("view", PATIENCE_S)["verdict"] is None
+    assert host.ranks[0].link("view", PATIENCE_S)["root_cause"] is None
 
 
 def test_the_next_round_at_the_same_address(job: Job) -> None:
@@ -431,13 +433,13 @@ def test_view(job: Job) -> None:
     host = job.host(0, 1)
     api = host.child("api", "API server")
     job.configure()
-    host.ranks[1].do("slot", "state", ["ready"])
-    host.ranks[1].do("slot", "step_begin", [])
-    host.ranks[1].do("slot", "step_end", [])
-    host.ranks[1].do("slot", "step_begin", [])
+    host.ranks[1].do("entry", "state", ["ready"])
+    host.ranks[1].do("entry", "step_begin", [])
+    host.ranks[1].do("entry", "step_end", [])
+    host.ranks[1].do("entry", "step_begin", [])
     host.ranks[0].link("identify", "rank 7", 7)
     view = api.link("view", PATIENCE_S)
-    assert view["generation"] == "0123456789ab" and view["restarts"] == 0 and view["verdict"] is None
+    assert view["round_id"] == "0123456789ab" and view["restarts"] == 0 and view["root_cause"] is None
     assert abs(view["clock"] - time.time()) < 60
     assert [(one["node"], one["host"], one["ranks"]) for one in view["hosts"]] == [(0, "a", [0, 1])]
     rows = {one["name"]: one for one in view["members"]}

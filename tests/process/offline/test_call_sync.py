@@ -37,8 +37,8 @@ def call(lines: Lines, number: int, method: str = "generate", **arguments: objec
     lines.meet(Call.of(number, method, arguments))
 
 
-def leave(lines: Lines, number: int, deed: str = "has closed the LLM") -> None:
-    lines.leave(Call(number, deed, {}, left=True))
+def leave(lines: Lines, number: int, action: str = "has closed the LLM") -> None:
+    lines.leave(Call(number, action, {}, left=True))
     assert lines.await_end(DEADLINE_S, lambda text: None)
 
 
@@ -59,12 +59,12 @@ def run(
         def body() -> Any:
             said: list[str] = []
             lines = open_lines(
-                connect_store("127.0.0.1", port, "nonce", DEADLINE_S),
+                connect_store("127.0.0.1", port, "round_id", DEADLINE_S),
                 "meeting/all",
                 [info(one) for one in range(len(scripts))],
                 info(number),
                 drivers,
-                nonce="nonce",
+                round_id="round_id",
                 key=key,
                 timeout_s=timeout_s,
                 join_timeout_s=DEADLINE_S,

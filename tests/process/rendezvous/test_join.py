@@ -108,14 +108,19 @@ def rank_process(
         said: list[str] = []
         started = time.monotonic()
         try:
-            seat = join_round(env, route, head=head, timeout_s=timeout_s, device="cpu", say=said.append)
+            membership = join_round(env, route, head=head, timeout_s=timeout_s, device="cpu", say=said.append)
         except SpmdError as error:
             took = time.monotonic() - started
             return {"failed": str(error), "kind": type(error).__name__, "said": said, "took": took}
-        child = connect_store(seat.host, seat.port, seat.nonce, 5.0)
-        child.set(f"mark/{seat.me.rank}", "here")
-        assert seat.store.get(f"mark/{seat.me.rank}") == b"here"
-        return {"nonce": seat.nonce, "cluster": seat.cluster.to_json(), "rank": seat.me.rank, "said": said}
+        child = connect_store(membership.host, membership.port, membership.round_id, 5.0)
+        child.set(f"mark/{membership.me.rank}", "here")
+        assert membership.store.get(f"mark/{membership.me.rank}") == b"here"
+        return {
+            "round_id": membership.round_id,
+            "cluster": membership.cluster.to_json(),
+            "rank": membership.me.rank,
+            "said": said,
+        }
 
     return body
 
@@ -124,10 +129,10 @@ def joined(children: Iterable[Child]) -> tuple[str, Cluster]:
     """All of them sit in the same run, each in its own place."""
     results = [child.result() for child in children]
     assert not [result["failed"] for result in results if "failed" in result]
-    assert len({result["nonce"] for result in results}) == 1
+    assert len({result["round_id"] for result in results}) == 1
     assert len({result["cluster"] for result in results}) == 1
     assert sorted(result["rank"] for result in results) == list(range(len(results)))
-    return results[0]["nonce"], Cluster.from_json(results[0]["cluster"])
+    return results[0]["round_id"], Cluster.from_json(results[0]["cluster"])
 
 
 def before(name: str, key: str) -> Callable[[], None]:
@@ -170,8 +175,8 @@ def test_a_restart_after_a_whole_round_gets_a_nonce_of_its_own() -> None:
         nonces = set()
         for _ in range(3):
             started = [ranks.start(rank_process(env_of(rank, port))) for rank in range(WORLD)]
-            nonce, cluster = joined(started)
-            nonces.add(nonce)
+            round_id, cluster = joined(started)
+            nonces.add(round_id)
             assert [info.pid for info in cluster.ranks] == [child.pid for child in started]
         assert len(nonces) == 3
 
@@ -352,10 +357,10 @@ def test_rank_0_serves_the_store_where_torchrun_does_not() -> None:
     env = env_of(1, port, world=2, agent_store=False)
 
     def rank_1() -> dict[str, Any]:
-        seat = join_round(env, LOOPBACK, head=None, timeout_s=20, device="cpu", say=print)
-        join.put_json(seat.store, "mark/1", True)
-        join.leave_together(seat.store, "end", 2, 20)
-        return {"nonce": seat.nonce, "cluster": seat.cluster.to_json(), "rank": 1}
+        membership = join_round(env, LOOPBACK, head=None, timeout_s=20, device="cpu", say=print)
+        join.put_json(membership.store, "mark/1", True)
+        join.leave_together(membership.store, "end", 2, 20)
+        return {"round_id": membership.round_id, "cluster": membership.cluster.to_json(), "rank": 1}
 
     with Children() as ranks:
         joined([ranks.start(rank_0_that_serves(port)), ranks.start(rank_1)])
@@ -365,11 +370,11 @@ def rank_0_that_serves(port: int) -> Callable[[], dict[str, Any]]:
     env = env_of(0, port, world=2, agent_store=False)
 
     def body() -> dict[str, Any]:
-        seat = join_round(env, LOOPBACK, head=None, timeout_s=20, device="cpu", say=print)
-        mark = join.get_json(seat.store, "mark/1", 20, "the mark", "rank 1", print)
+        membership = join_round(env, LOOPBACK, head=None, timeout_s=20, device="cpu", say=print)
+        mark = join.get_json(membership.store, "mark/1", 20, "the mark", "rank 1", print)
         assert mark is True
-        join.leave_together(seat.store, "end", 2, 20)
-        return {"nonce": seat.nonce, "cluster": seat.cluster.to_json(), "rank": 0}
+        join.leave_together(membership.store, "end", 2, 20)
+        return {"round_id": membership.round_id, "cluster": membership.cluster.to_json(), "rank": 0}
 
     return body
 
@@ -386,11 +391,11 @@ def test_a_taken_master_port_is_named() -> None:
 def test_without_torchrun_a_world_of_one() -> None:
     env = TorchrunEnv.read({})
     route = network.route_to(env.master_addr, env.master_port)
-    seat = join_round(env, route, head=None, timeout_s=5.0, device="cpu", say=print, cpus=[0, 2])
-    assert (seat.me.rank, seat.me.node, seat.me.host) == (0, 0, socket.gethostname())
-    assert (seat.me.address, seat.me.device, seat.me.cpus) == ("127.0.0.1", "cpu", "0,2")
-    assert seat.host == "127.0.0.1" and seat.port > 0
-    assert len(seat.nonce) == 12
+    membership = join_round(env, route, head=None, timeout_s=5.0, device="cpu", say=print, cpus=[0, 2])
+    assert (membership.me.rank, membership.me.node, membership.me.host) == (0, 0, socket.gethostname())
+    assert (membership.me.address, membership.me.device, membership.me.cpus) == ("127.0.0.1", "cpu", "0,2")
+    assert membership.host == "127.0.0.1" and membership.port > 0
+    assert len(membership.round_id) == 12
 
 
 @pytest.mark.usefixtures("soon_told")

@@ -177,7 +177,7 @@ def cluster() -> Cluster:
 
 def rank_process(port: int, rank: int, items: dict[str, str], timeout_s: float) -> Callable[[], Any]:
     def body() -> dict[str, object]:
-        store = connect_store("127.0.0.1", port, "nonce", 10.0)
+        store = connect_store("127.0.0.1", port, "round_id", 10.0)
         said: list[str] = []
         started = time.monotonic()
         try:
@@ -214,7 +214,7 @@ def test_a_rank_that_shows_nothing_is_named_on_all_others() -> None:
     with store_server() as (_, port), Children() as ranks:
 
         def until_the_others_have() -> None:
-            store = connect_store("127.0.0.1", port, "nonce", 10.0)
+            store = connect_store("127.0.0.1", port, "round_id", 10.0)
             wait_keys(store, {f"agree/{rank}": "it" for rank in (1, 3)}, time.monotonic() + 20.0, print)
 
         started = [ranks.start(rank_process(port, rank, {}, 20.0)) for rank in (3, 1)]

@@ -28,7 +28,7 @@ def voter(
     """Votes on each question in turn; tells what it got to hear."""
 
     def body() -> dict[str, object]:
-        store = connect_store("127.0.0.1", port, "nonce", 10.0)
+        store = connect_store("127.0.0.1", port, "round_id", 10.0)
         said: list[str] = []
         passed: list[str] = []
         try:
@@ -76,7 +76,7 @@ def test_who_does_not_vote_is_named() -> None:
     with store_server() as (_, port), Children() as children:
 
         def until_it_has_voted() -> None:
-            store = connect_store("127.0.0.1", port, "nonce", 10.0)
+            store = connect_store("127.0.0.1", port, "round_id", 10.0)
             wait_keys(store, {"vote/the port/2": "rank 2"}, time.monotonic() + 20.0, print)
 
         other = children.start(voter(port, 2, question))

@@ -365,7 +365,7 @@ def test_listed_names_are_well_formed_and_unique() -> None:
 
 def test_importing_the_codec_imports_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys; from spmd_serve import codec; codec.decode(codec.encode([{1: 'a'}]));"
+        "import sys; from spmd_serve.wire import codec; codec.decode(codec.encode([{1: 'a'}]));"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spmd_serve.config.config_file import expand
-from spmd_serve.config.flags import parse_early
+from spmd_serve.config.flags import preparse
 from spmd_serve.errors import UsageError
 
 MIXED = """
@@ -41,7 +41,7 @@ control_backend: gloo
 data-parallel-hybrid-lb: true
 control-allow-class: [a:B, c:D]
 """
-    early = parse_early(["m", "--config", file(tmp_path, content)])
+    early = preparse(["m", "--config", file(tmp_path, content)])
     assert (early.host, early.ports, early.uds) == ("127.0.0.1", (9000,), "/run/door")
     assert (early.flags.head, early.flags.join_timeout) == ("node1", 7.0)
     assert (early.flags.control_backend, early.flags.lb) == ("gloo", "hybrid")
@@ -53,13 +53,13 @@ control-allow-class: [a:B, c:D]
 )
 def test_the_command_line_wins(tmp_path: Path, words: list[str]) -> None:
     path = file(tmp_path, "port: 2\nhost: here\n")
-    early = parse_early([word.format(path) for word in words])
+    early = preparse([word.format(path) for word in words])
     assert (early.ports, early.host) == ((1,), "here")
 
 
 def test_a_bad_value_in_the_file_is_named_like_one_of_the_command_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--rank-timeout must be above 0 seconds"):
-        parse_early(["m", "--config", file(tmp_path, "rank-timeout: 0")])
+        preparse(["m", "--config", file(tmp_path, "rank-timeout: 0")])
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_file_that_is_no_use_is_named_in_one_line(tmp_path: Path, content: byt
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UsageError) as caught:
-        parse_early(["m", "--config", str(path)])
+        preparse(["m", "--config", str(path)])
     assert str(caught.value).startswith(f"--config {path} {said}")
     assert "\n" not in str(caught.value)
 
@@ -85,7 +85,7 @@ def test_a_file_that_is_no_use_is_named_in_one_line(tmp_path: Path, content: byt
 @pytest.mark.parametrize("words", [["--config"], ["--config", "a", "--config=b"]])
 def test_the_flag_needs_one_file(words: list[str]) -> None:
     with pytest.raises(UsageError, match=r"^--config "):
-        parse_early(["m", *words])
+        preparse(["m", *words])
 
 
 def test_a_model_comes_before_the_files_flags_and_the_rest_after_them(tmp_path: Path) -> None:

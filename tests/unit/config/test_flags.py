@@ -4,19 +4,19 @@ from dataclasses import fields
 
 import pytest
 
-from spmd_serve.config.flags import REFUSED, TORCHRUN_OWNS, Flags, parse_early, refuse
+from spmd_serve.config.flags import REFUSED, TORCHRUN_OWNS, Flags, preparse, refuse
 from spmd_serve.errors import UsageError
 
 
 def test_defaults_stand_in_the_dataclass_alone() -> None:
-    early = parse_early(["some/model"])
+    early = preparse(["some/model"])
     assert early.flags == Flags()
     assert early.subcommand == "serve"
     assert (early.host, early.ports, early.uds) == (None, (8000,), None)
 
 
 def test_our_flags_are_read_from_among_vllms() -> None:
-    early = parse_early(
+    early = preparse(
         ["serve", "m", "-tp", "2", "--join_timeout=7", "--head", "b", "--port", "0", "--dtype", "float32"]
     )
     assert early.flags.join_timeout == 7.0
@@ -26,12 +26,12 @@ def test_our_flags_are_read_from_among_vllms() -> None:
 
 
 def test_batch_is_a_subcommand_and_a_model_may_be_called_anything_else() -> None:
-    assert parse_early(["batch", "m"]).subcommand == "batch"
-    assert parse_early(["./serve", "m"]).subcommand == "serve"
+    assert preparse(["batch", "m"]).subcommand == "batch"
+    assert preparse(["./serve", "m"]).subcommand == "serve"
 
 
 def test_classes_may_be_allowed_several_times() -> None:
-    flags = parse_early(["m", "--control-allow-class", "a:B", "--control-allow-class", "c:D"]).flags
+    flags = preparse(["m", "--control-allow-class", "a:B", "--control-allow-class", "c:D"]).flags
     assert flags.control_allow_class == ("a:B", "c:D")
 
 
@@ -48,7 +48,7 @@ def test_classes_may_be_allowed_several_times() -> None:
 )
 def test_a_bad_value_is_named_in_one_line(words: list[str], named: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse_early(["m", *words])
+        preparse(["m", *words])
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -66,7 +66,7 @@ def test_a_bad_value_is_named_in_one_line(words: list[str], named: str) -> None:
     ],
 )
 def test_vllms_flags_for_load_balancing_mean_the_same_as_ours(words: list[str], kind: str) -> None:
-    assert parse_early(["m", *words]).flags.lb == kind
+    assert preparse(["m", *words]).flags.lb == kind
 
 
 @pytest.mark.parametrize(
@@ -79,21 +79,21 @@ def test_vllms_flags_for_load_balancing_mean_the_same_as_ours(words: list[str], 
 )
 def test_flags_for_load_balancing_that_contradict_each_other(words: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        parse_early(["m", *words])
+        preparse(["m", *words])
 
 
 def test_the_port_may_be_a_list() -> None:
-    assert parse_early(["m", "--port=8000,9000"]).ports == (8000, 9000)
+    assert preparse(["m", "--port=8000,9000"]).ports == (8000, 9000)
 
 
 @pytest.mark.parametrize("value", ["8000,", "8000,8000", "-1", "65536", "8000;8001"])
 def test_a_bad_port_is_named(value: str) -> None:
     with pytest.raises(UsageError, match=r"argument --port: .*" + value):
-        parse_early(["m", f"--port={value}"])
+        preparse(["m", f"--port={value}"])
 
 
 def test_flags_are_not_abbreviated() -> None:
-    assert parse_early(["m", "--join", "7"]).flags.join_timeout == Flags().join_timeout
+    assert preparse(["m", "--join", "7"]).flags.join_timeout == Flags().join_timeout
 
 
 @pytest.mark.parametrize("name", [*TORCHRUN_OWNS, *REFUSED])

@@ -5,22 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from spmd_serve.config.job_spec import ControlSpec, leave_steps_to_the_watcher, read_key
+from spmd_serve.config.job_spec import JobSpec, leave_steps_to_the_watcher, read_key
 from spmd_serve.errors import UsageError
 from spmd_serve.topology import Cluster, Layout, RankInfo
 
 
-def spec(key_file: str | None = None) -> ControlSpec:
+def spec(key_file: str | None = None) -> JobSpec:
     ranks = tuple(
         RankInfo(rank, rank, 0, "node0", "10.0.0.1", "eth0", 7, rank, "m", f"cuda:{rank}", "0-3")
         for rank in range(4)
     )
-    return ControlSpec(
+    return JobSpec(
         backend="auto",
         lb="internal",
         store_host="10.0.0.1",
         store_port=29500,
-        generation="0123456789ab",
+        round_id="0123456789ab",
         cluster=Cluster(ranks),
         layout=Layout(tp=2, pp=1, dp=2),
         watcher="@spmd-serve-x",
@@ -33,7 +33,7 @@ def spec(key_file: str | None = None) -> ControlSpec:
 
 
 def test_it_survives_json() -> None:
-    assert ControlSpec.from_json(json.loads(json.dumps(spec().to_json()))) == spec()
+    assert JobSpec.from_json(json.loads(json.dumps(spec().to_json()))) == spec()
 
 
 def test_vllms_own_limit_on_a_step_is_a_last_resort_or_the_users() -> None:

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from spmd_serve.liveness import metrics
 from spmd_serve.liveness.event_loop import Loop
 from spmd_serve.liveness.probe import Probe, respond
-from spmd_serve.liveness.protocol import Verdict
+from spmd_serve.liveness.protocol import RootCause
 from spmd_serve.liveness.serving import Serving
 
 LIMIT_S = 10.0
@@ -43,7 +43,7 @@ def view_of(**changes: Any) -> dict[str, Any]:
         },
     ]
     view = {
-        "generation": "abc",
+        "round_id": "abc",
         "restarts": 2,
         "hosts": [{"host": "a", "seen_s_ago": 0.0}, {"host": "b", "seen_s_ago": None}],
         "members": members,
@@ -51,7 +51,7 @@ def view_of(**changes: Any) -> dict[str, Any]:
         "history": {},
         "draining": None,
         "ended": False,
-        "verdict": None,
+        "root_cause": None,
     }
     return view | changes
 
@@ -98,7 +98,7 @@ def test_live_and_ready() -> None:
     [
         ({"serving": False}, "loading"),
         ({"draining": "SIGTERM"}, "draining"),
-        ({"verdict": VERDICT}, "failed"),
+        ({"root_cause": VERDICT}, "failed"),
         ({"ended": True}, "ended"),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_stuck_rank_is_not_live_and_is_named() -> None:
 
 
 def test_a_failed_job_names_the_cause() -> None:
-    code, body = ask("/live", Court(verdict=VERDICT))
+    code, body = ask("/live", Court(root_cause=VERDICT))
     assert code == 503 and body["cause"] == "rank 1 is gone" and body["rank"] == 1
 
 
@@ -150,13 +150,13 @@ def test_metrics_tell_of_earlier_failures() -> None:
     assert found[("spmd_serve_failures_total",)] == 3
     assert found[("spmd_serve_last_failure_detect_seconds",)] == 0.3
     assert found[("spmd_serve_last_failure_recover_seconds",)] == 4.5
-    found = samples(view_of(history=history, verdict=VERDICT))
+    found = samples(view_of(history=history, root_cause=VERDICT))
     assert found[("spmd_serve_failures_total",)] == 4 and found[("spmd_serve_ready",)] == 0
     assert ("spmd_serve_last_failure_recover_seconds",) not in found
 
 
 def test_the_job_serves_when_all_endpoints_do(tmp_path: Path) -> None:
-    Serving(tmp_path).failed(Verdict.from_json(VERDICT))
+    Serving(tmp_path).failed(RootCause.from_json(VERDICT))
     serving = Serving(tmp_path)
     message = {"t": "serving", "of": 2}
     assert not serving.hear(message | {"part": 1})
@@ -165,10 +165,10 @@ def test_the_job_serves_when_all_endpoints_do(tmp_path: Path) -> None:
     assert serving.hear(message | {"part": 0})
     assert serving.all and serving.history["recover_s"] > 0
     elsewhere = Serving(None)
-    elsewhere.hear_all(serving.news())
+    elsewhere.hear_all(serving.events())
     assert elsewhere.all and elsewhere.history == serving.history
     assert serving.history["failures"] == 1
-    serving.failed(Verdict.from_json(VERDICT))
+    serving.failed(RootCause.from_json(VERDICT))
     assert Serving(tmp_path).history["failures"] == 2
 
 

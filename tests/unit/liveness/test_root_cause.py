@@ -4,78 +4,85 @@ from pathlib import Path
 
 import pytest
 
-from spmd_serve.liveness import Verdict, WatchConfig, descriptions
+from spmd_serve.liveness import RootCause, WatchConfig, descriptions
 from spmd_serve.liveness.hang import Limits, Progress, Sighting
 from spmd_serve.liveness.head import silence_s
 from spmd_serve.liveness.procfs import OomCounter, parse_stat
 from spmd_serve.liveness.protocol import beat_s
-from spmd_serve.liveness.root_cause import SETTLE_S, Accusation, Jury, LivedClock, Weight, patience_s
+from spmd_serve.liveness.root_cause import (
+    SETTLE_S,
+    FailureReport,
+    PauseTolerantClock,
+    RootCauseArbiter,
+    Weight,
+    patience_s,
+)
 from spmd_serve.system.process import Ending
 from spmd_serve.wire.lines import MAX_LINE, BadLine, LineBuffer, Seal, pack, unpack
 
 
-def accusation(key: str, weight: Weight, order: int = 0) -> Accusation:
-    return Accusation(key, weight, f"{key} is gone", None, "a", order)
+def failure(key: str, weight: Weight, order: int = 0) -> FailureReport:
+    return FailureReport(key, weight, f"{key} is gone", None, "a", order)
 
 
 class TestJury:
     def test_waits_for_the_settling_time_and_names_the_first(self) -> None:
-        jury = Jury()
-        assert jury.verdict(1000.0) is None and jury.due() is None and jury.first() is None
-        jury.hear(accusation("x", Weight.OWN), 10.0)
-        jury.hear(accusation("y", Weight.OWN), 10.1)
+        arbiter = RootCauseArbiter()
+        assert arbiter.root_cause(1000.0) is None and arbiter.due() is None and arbiter.first() is None
+        arbiter.hear(failure("x", Weight.OWN), 10.0)
+        arbiter.hear(failure("y", Weight.OWN), 10.1)
         due = 10.0 + SETTLE_S[Weight.OWN]
-        assert jury.due() == due
-        assert jury.verdict(due - 0.01) is None
-        assert jury.verdict(due) == accusation("x", Weight.OWN)
+        assert arbiter.due() == due
+        assert arbiter.root_cause(due - 0.01) is None
+        assert arbiter.root_cause(due) == failure("x", Weight.OWN)
 
     def test_a_later_more_causal_one_wins_within_the_window(self) -> None:
-        jury = Jury()
-        jury.hear(accusation("noticed", Weight.PEER), 10.0)
-        jury.hear(accusation("host", Weight.HOST), 10.5)
-        jury.hear(accusation("killed", Weight.OWN), 11.0)
-        first = jury.verdict(11.5)
+        arbiter = RootCauseArbiter()
+        arbiter.hear(failure("noticed", Weight.PEER), 10.0)
+        arbiter.hear(failure("host", Weight.HOST), 10.5)
+        arbiter.hear(failure("killed", Weight.OWN), 11.0)
+        first = arbiter.root_cause(11.5)
         assert first is not None and first.key == "killed"
 
     def test_each_weight_gives_way_to_all_below(self) -> None:
-        jury = Jury()
+        arbiter = RootCauseArbiter()
         for at, weight in enumerate(reversed(Weight)):
-            jury.hear(accusation(weight.name, weight), float(at))
-            assert jury.first() == accusation(weight.name, weight)
+            arbiter.hear(failure(weight.name, weight), float(at))
+            assert arbiter.first() == failure(weight.name, weight)
 
     def test_of_one_moment_the_ancestor_is_first(self) -> None:
-        jury = Jury()
-        jury.hear(accusation("engine", Weight.OWN, order=2), 10.0)
-        jury.hear(accusation("rank", Weight.OWN, order=0), 10.0)
-        jury.hear(accusation("agent", Weight.OWN, order=-1), 10.0)
-        first = jury.first()
+        arbiter = RootCauseArbiter()
+        arbiter.hear(failure("engine", Weight.OWN, order=2), 10.0)
+        arbiter.hear(failure("rank", Weight.OWN, order=0), 10.0)
+        arbiter.hear(failure("agent", Weight.OWN, order=-1), 10.0)
+        first = arbiter.first()
         assert first is not None and first.key == "agent"
 
     def test_a_key_is_heard_once_and_can_be_withdrawn(self) -> None:
-        jury = Jury()
-        assert jury.hear(accusation("x", Weight.HUNG), 10.0)
-        assert not jury.hear(accusation("x", Weight.HUNG), 11.0)
-        assert jury.withdraw("x") and not jury.withdraw("x")
-        assert jury.verdict(100.0) is None and jury.heard == []
+        arbiter = RootCauseArbiter()
+        assert arbiter.hear(failure("x", Weight.HUNG), 10.0)
+        assert not arbiter.hear(failure("x", Weight.HUNG), 11.0)
+        assert arbiter.retract("x") and not arbiter.retract("x")
+        assert arbiter.root_cause(100.0) is None and arbiter.heard == []
 
     def test_patience_leaves_the_verdict_to_the_higher_court(self) -> None:
-        jury = Jury()
-        jury.hear(accusation("x", Weight.OWN), 10.0, patience_s=1.0)
-        assert jury.verdict(11.0) is None
-        assert jury.verdict(10.0 + SETTLE_S[Weight.OWN] + 1.0) is not None
+        arbiter = RootCauseArbiter()
+        arbiter.hear(failure("x", Weight.OWN), 10.0, patience_s=1.0)
+        assert arbiter.root_cause(11.0) is None
+        assert arbiter.root_cause(10.0 + SETTLE_S[Weight.OWN] + 1.0) is not None
 
     def test_every_death_is_judged_within_2_s(self) -> None:
-        assert max(SETTLE_S[weight] for weight in (Weight.OWN, Weight.WORDLESS, Weight.HOST)) < 1.5
+        assert max(SETTLE_S[weight] for weight in (Weight.OWN, Weight.UNEXPLAINED, Weight.HOST)) < 1.5
 
     def test_accusations_travel(self) -> None:
-        one = Accusation("k", Weight.HUNG, "c", 3, "b", 1, 2.5)
-        assert Accusation.from_json(unpack(pack({"t": "a"} | one.to_json()).strip())) == one
+        one = FailureReport("k", Weight.HUNG, "c", 3, "b", 1, 2.5)
+        assert FailureReport.from_json(unpack(pack({"t": "a"} | one.to_json()).strip())) == one
         with pytest.raises(ValueError):
-            Accusation.from_json(one.to_json() | {"weight": 99})
+            FailureReport.from_json(one.to_json() | {"weight": 99})
 
 
 def test_the_lived_clock_leaves_out_the_observers_own_sleep() -> None:
-    clock = LivedClock(most=1.0)
+    clock = PauseTolerantClock(most=1.0)
     assert clock.tick(1000.0) == 0.0
     assert clock.tick(1000.5) == 0.5
     assert clock.tick(4600.0) == 1.5  # an hour's pause counts as one second
@@ -186,11 +193,11 @@ class TestProgress:
 
 
 def test_a_drain_is_let_in_while_somebody_stands_still_who_may_go_on() -> None:
-    jury = Jury()
-    jury.hear(Accusation("x stopped", Weight.OWN, "x has been stopped", 1, "a", age_s=8.7), 10.0)
-    assert not jury.has_death
-    jury.hear(accusation("y", Weight.OWN), 10.1)
-    assert jury.has_death
+    arbiter = RootCauseArbiter()
+    arbiter.hear(FailureReport("x stopped", Weight.OWN, "x has been stopped", 1, "a", age_s=8.7), 10.0)
+    assert not arbiter.has_death
+    arbiter.hear(failure("y", Weight.OWN), 10.1)
+    assert arbiter.has_death
 
 
 class TestPatience:
@@ -312,8 +319,8 @@ class TestRecords:
 
     def test_travel(self) -> None:
         assert WatchConfig.from_json(unpack(pack({"t": "c"} | self.CONFIG.to_json())[:-1])) == self.CONFIG
-        verdict = Verdict("rank 1 is gone", 1, "a", 123.0, None)
-        assert Verdict.from_json(verdict.to_json()) == verdict
+        root_cause = RootCause("rank 1 is gone", 1, "a", 123.0, None)
+        assert RootCause.from_json(root_cause.to_json()) == root_cause
 
     @pytest.mark.parametrize(
         "wrong", [{"node": 2}, {"hosts": ("a",)}, {"rank_timeout": 0.0}, {"grace_s": -1.0}]

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from spmd_serve.server.admission import Gate, GateKeeper
+from spmd_serve.server.admission import AdmissionControl, AdmissionMiddleware
 
 LIMIT_S = 10.0
 
@@ -15,13 +15,15 @@ LIMIT_S = 10.0
 class Client:
     """One request: what it was answered, and whether the app has seen it hang up."""
 
-    def __init__(self, gate: Gate, path: str = "/v1/completions", *, stream: bool = True) -> None:
+    def __init__(
+        self, admission: AdmissionControl, path: str = "/v1/completions", *, stream: bool = True
+    ) -> None:
         self.answer: list[Message] = []
         self.app_saw_hang_up = False
         self.stream = stream
         self.begun = asyncio.Event()
         self.finish = asyncio.Event()
-        keeper = GateKeeper(self._app, gate)
+        keeper = AdmissionMiddleware(self._app, admission)
         scope: Scope = {"type": "http", "path": path, "root_path": ""}
         self.task = asyncio.ensure_future(keeper(scope, self._receive, self._send))
 
@@ -68,7 +70,7 @@ def run(what: Coroutine[Any, Any, None]) -> None:
 def test_an_open_gate_changes_nothing() -> None:
     async def body() -> None:
         for stream in (True, False):
-            client = Client(Gate(), stream=stream)
+            client = Client(AdmissionControl(), stream=stream)
             client.finish.set()
             await client.task
             assert client.status == 200 and client.is_over and client.body.endswith("data: [DONE]\n\n")
@@ -80,11 +82,11 @@ def test_an_open_gate_changes_nothing() -> None:
 def test_a_shut_gate_refuses_and_those_inside_finish() -> None:
     async def body() -> None:
         empty: list[bool] = []
-        gate = Gate(on_empty=lambda: empty.append(True))
-        inside = Client(gate)
+        admission = AdmissionControl(on_empty=lambda: empty.append(True))
+        inside = Client(admission)
         await inside.begun.wait()
-        gate.shut("going")
-        late = Client(gate)
+        admission.shut("going")
+        late = Client(admission)
         await late.task
         assert late.status == 503 and not late.begun.is_set()
         headers = dict(late.answer[0]["headers"])
@@ -101,15 +103,15 @@ def test_a_shut_gate_refuses_and_those_inside_finish() -> None:
 
 def test_shutting_an_empty_gate_says_so_at_once() -> None:
     empty: list[bool] = []
-    Gate(on_empty=lambda: empty.append(True)).shut("going")
+    AdmissionControl(on_empty=lambda: empty.append(True)).shut("going")
     assert empty == [True]
 
 
 def test_probes_are_answered_in_any_state() -> None:
     async def body() -> None:
-        gate = Gate(refusal="going")
+        admission = AdmissionControl(refusal="going")
         for path in ("/health", "/ready", "/topology", "/metrics"):
-            client = Client(gate, path)
+            client = Client(admission, path)
             client.finish.set()
             await client.task
             assert client.status == 200
@@ -119,10 +121,10 @@ def test_probes_are_answered_in_any_state() -> None:
 
 def test_a_cut_stream_gets_an_error_event_and_its_end() -> None:
     async def body() -> None:
-        gate = Gate()
-        client = Client(gate)
+        admission = AdmissionControl()
+        client = Client(admission)
         await client.begun.wait()
-        gate.cut("rank 1 is gone")
+        admission.cut("rank 1 is gone")
         await client.task
         assert client.app_saw_hang_up and client.is_over
         first, error, done, rest = client.body.split("\n\n")
@@ -134,10 +136,10 @@ def test_a_cut_stream_gets_an_error_event_and_its_end() -> None:
 
 def test_a_cut_request_without_stream_gets_503() -> None:
     async def body() -> None:
-        gate = Gate()
-        client = Client(gate, stream=False)
+        admission = AdmissionControl()
+        client = Client(admission, stream=False)
         await client.begun.wait()
-        gate.cut("rank 1 is gone")
+        admission.cut("rank 1 is gone")
         await client.task
         assert client.app_saw_hang_up and client.status == 503 and client.is_over
         assert json.loads(client.body)["error"]["message"] == "rank 1 is gone"
@@ -148,7 +150,7 @@ def test_a_cut_request_without_stream_gets_503() -> None:
 
 def test_a_dead_engine_shuts_the_gate() -> None:
     async def body() -> None:
-        client = Client(Gate(engine_is_dead=lambda: True))
+        client = Client(AdmissionControl(engine_is_dead=lambda: True))
         await client.task
         assert client.status == 503
 

@@ -9,7 +9,7 @@ import uvicorn
 import websockets
 from starlette.types import Receive, Scope, Send
 
-from spmd_serve.server.admission import Gate, GateKeeper
+from spmd_serve.server.admission import AdmissionControl, AdmissionMiddleware
 
 LIMIT_S = 20.0
 
@@ -23,9 +23,9 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def served(gate: Gate) -> AsyncIterator[str]:
+async def served(admission: AdmissionControl) -> AsyncIterator[str]:
     """Its URL."""
-    keeper = GateKeeper(echo, gate)
+    keeper = AdmissionMiddleware(echo, admission)
     server = uvicorn.Server(
         uvicorn.Config(keeper, lifespan="off", log_level="warning", ws="websockets-sansio")
     )
@@ -40,12 +40,12 @@ async def served(gate: Gate) -> AsyncIterator[str]:
 
 def test_one_inside_is_closed_with_try_again_later_and_a_new_one_refused_with_503() -> None:
     async def body() -> None:
-        gate = Gate()
-        async with served(gate) as url:
+        admission = AdmissionControl()
+        async with served(admission) as url:
             async with websockets.connect(url) as inside:
                 await inside.send("hello")
                 assert await inside.recv() == "hello"
-                gate.cut("rank 1 is gone")
+                admission.cut("rank 1 is gone")
                 await inside.wait_closed()
                 assert (inside.close_code, inside.close_reason) == (1013, "rank 1 is gone")
             try:

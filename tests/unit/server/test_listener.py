@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmd_serve.errors import UsageError
-from spmd_serve.server.listener import about_to_listen, open_door
+from spmd_serve.server.listener import about_to_listen, open_listener
 
 
 def has_ipv6() -> bool:
@@ -21,7 +21,7 @@ def has_ipv6() -> bool:
 
 
 def test_port_0_is_chosen_by_the_kernel_and_shown_in_the_url() -> None:
-    door = open_door("127.0.0.1", 0, None)
+    door = open_listener("127.0.0.1", 0, None)
     with door.sock:
         assert door.port > 0
         assert door.url_of(tls=False) == f"http://127.0.0.1:{door.port}"
@@ -29,7 +29,7 @@ def test_port_0_is_chosen_by_the_kernel_and_shown_in_the_url() -> None:
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on the loopback")
 def test_tls_and_ipv6_urls() -> None:
-    door = open_door("::1", 0, None)
+    door = open_listener("::1", 0, None)
     with door.sock:
         assert door.url_of(tls=True) == f"https://[::1]:{door.port}"
 
@@ -38,23 +38,23 @@ def test_a_listening_neighbour_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(UsageError, match=f"--port {port} is taken"):
-            open_door("127.0.0.1", port, None)
+            open_listener("127.0.0.1", port, None)
 
 
 def test_two_servers_that_still_load_cannot_share_a_port() -> None:
-    door = open_door("127.0.0.1", 0, None)
+    door = open_listener("127.0.0.1", 0, None)
     with door.sock, pytest.raises(UsageError, match="is taken"):
-        open_door("127.0.0.1", door.port, None)
+        open_listener("127.0.0.1", door.port, None)
 
 
 def test_nobody_can_connect_before_the_server_listens() -> None:
-    door = open_door("127.0.0.1", 0, None)
+    door = open_listener("127.0.0.1", 0, None)
     with door.sock, pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", door.port), timeout=5)
 
 
 def test_a_restart_is_not_refused_for_old_connections() -> None:
-    door = open_door("127.0.0.1", 0, None)
+    door = open_listener("127.0.0.1", 0, None)
     about_to_listen(door.sock)
     door.sock.listen()
     client = socket.create_connection(("127.0.0.1", door.port), timeout=5)
@@ -63,24 +63,24 @@ def test_a_restart_is_not_refused_for_old_connections() -> None:
     served.close()
     client.close()
     door.sock.close()
-    with open_door("127.0.0.1", door.port, None).sock as again:
+    with open_listener("127.0.0.1", door.port, None).sock as again:
         assert again.getsockname()[1] == door.port
 
 
 def test_an_address_that_is_not_ours_is_named() -> None:
     with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1 is not an address of this host"):
-        open_door("192.0.2.1", 0, None)
+        open_listener("192.0.2.1", 0, None)
 
 
 def test_unix_socket_left_by_a_killed_server_is_taken_over(tmp_path: Path) -> None:
     path = str(tmp_path / "door.sock")
-    open_door(None, 0, path).sock.close()
-    door = open_door(None, 0, path)
+    open_listener(None, 0, path).sock.close()
+    door = open_listener(None, 0, path)
     with door.sock:
         assert door.url_of(tls=False) == f"unix:{path}"
         door.sock.listen()
         with pytest.raises(UsageError, match="--uds"):
-            open_door(None, 0, path)
+            open_listener(None, 0, path)
 
 
 def test_a_unix_socket_of_a_server_that_still_loads_is_not_taken_over(
@@ -95,16 +95,16 @@ def test_a_unix_socket_of_a_server_that_still_loads_is_not_taken_over(
         monkeypatch.chdir(tmp_path)
         for name in (path, "door.sock"):
             with pytest.raises(UsageError, match=f"--uds {path} cannot be bound: Address already in use"):
-                open_door(None, 0, name)
+                open_listener(None, 0, name)
         with pytest.raises(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as client:
             client.connect(path)
         other.kill()
-    open_door(None, 0, path).sock.close()
+    open_listener(None, 0, path).sock.close()
 
 
 def test_two_servers_that_still_load_cannot_share_a_unix_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with open_door(None, 0, "door.sock").sock, pytest.raises(UsageError, match="--uds"):
-        open_door(None, 0, str(tmp_path / "door.sock"))
+    with open_listener(None, 0, "door.sock").sock, pytest.raises(UsageError, match="--uds"):
+        open_listener(None, 0, str(tmp_path / "door.sock"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spmd_serve.liveness import NullSlot
+from spmd_serve.liveness import NullStatusEntry
 from tests.support.rings import connected
 from tests.support.waiting import wait_until
 
@@ -16,7 +16,7 @@ DEADLINE_S = 20.0
 CHUNK = 1 << 16
 
 
-class Turns(NullSlot):
+class Turns(NullStatusEntry):
     """Counts the turns of a driver."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ def test_a_busy_rank_does_not_hold_up_heartbeats_and_then_hears_the_next_batch()
     from spmd_serve.engine.worker_channel import HEARTBEAT
 
     writer, reader = ring()
-    outbox = DriverOutbox([writer], NullSlot())
+    outbox = DriverOutbox([writer], NullStatusEntry())
 
     def beat() -> None:
         for _ in range(25):
@@ -68,11 +68,11 @@ def test_a_message_that_waits_for_a_place_does_not_make_the_driver_look_hung() -
     from spmd_serve.engine.driver_channel import DriverChannel, DriverOutbox
 
     writer, reader = ring()
-    slot = Turns()
+    entry = Turns()
     channel: Any = DriverChannel.__new__(DriverChannel)
-    channel._slot, channel._ended, channel.threads = slot, threading.Event(), []
+    channel._entry, channel._ended, channel.threads = entry, threading.Event(), []
     channel._spec = SimpleNamespace(heartbeat_s=0.05)
-    channel.outbox = outbox = DriverOutbox([writer], slot)
+    channel.outbox = outbox = DriverOutbox([writer], entry)
     while True:
         try:
             outbox.enqueue(("step", (), {}, None), timeout=0.0)
@@ -82,9 +82,9 @@ def test_a_message_that_waits_for_a_place_does_not_make_the_driver_look_hung() -
     sending.start()
     channel.start_heartbeat()
     channel.loaded()
-    assert slot.state_name == "ready"
-    before = slot.turns
-    wait_until(lambda: slot.turns > before + 3, DEADLINE_S, "turns of a driver that sends")
+    assert entry.state_name == "ready"
+    before = entry.turns
+    wait_until(lambda: entry.turns > before + 3, DEADLINE_S, "turns of a driver that sends")
     assert sending.is_alive()
     while reader.dequeue(timeout=DEADLINE_S)[0] != "last":
         pass

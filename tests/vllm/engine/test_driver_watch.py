@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from spmd_serve.liveness.status_table import Board, BoardSlot
+from spmd_serve.liveness.status_table import StatusEntry, StatusTable
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -12,12 +12,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 class Replies:
     """A rank's replies, and what the board says at the time at which one is waited for."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: StatusTable) -> None:
         self.seen: list[int | None] = []
-        self._board = board
+        self._status_table = board
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
-        reading = self._board.read(0)
+        reading = self._status_table.read(0)
         assert reading.works_since > 0.0
         self.seen.append(reading.awaits)
         if timeout is not None:
@@ -32,12 +32,12 @@ def test_a_reply_that_is_waited_for_is_noted_and_that_it_has_come_is_progress(wo
     """In a step, and between steps, where the loop waits again afterwards."""
     from spmd_serve.engine.driver_watch import AwaitedReplies
 
-    board = Board()
-    slot = BoardSlot(board.fd, 0)
+    board = StatusTable()
+    entry = StatusEntry(board.fd, 0)
     source = Replies(board)
-    replies = AwaitedReplies(source, 3, slot)
+    replies = AwaitedReplies(source, 3, entry)
     if works:
-        slot.works()
+        entry.works()
     before = board.read(0).works_since
     assert replies.dequeue(indefinite=True) == "reply"
     with pytest.raises(TimeoutError, match="5"):

@@ -164,7 +164,7 @@ def test_an_engine_cores_loop_can_be_followed(monkeypatch: pytest.MonkeyPatch) -
 def test_our_subclasses_override_what_exists() -> None:
     from spmd_serve.engine.executor import TorchrunExecutor
     from spmd_serve.engine.vllm_compat import MultiprocExecutor, WorkerProc
-    from spmd_serve.engine.worker_proc import Shard
+    from spmd_serve.engine.worker_proc import TorchrunWorkerProc
 
     for ours, theirs, names in (
         (
@@ -175,7 +175,7 @@ def test_our_subclasses_override_what_exists() -> None:
                 *("determine_available_memory", "compile_or_warm_up_model"),
             ),
         ),
-        (Shard, WorkerProc, ("_init_message_queues", "_execute_worker_rpc")),
+        (TorchrunWorkerProc, WorkerProc, ("_init_message_queues", "_execute_worker_rpc")),
     ):
         for name in names:
             assert name in vars(ours) and hasattr(theirs, name), name

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from spmd_serve.config.job_spec import ControlSpec
+from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.topology import Cluster, Layout, RankInfo
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
-def spec(layout: Layout, ranks_per_node: int, generation: str = "0123456789ab") -> ControlSpec:
+def spec(layout: Layout, ranks_per_node: int, round_id: str = "0123456789ab") -> JobSpec:
     ranks = tuple(
         RankInfo(
             rank=rank,
@@ -30,8 +30,8 @@ def spec(layout: Layout, ranks_per_node: int, generation: str = "0123456789ab") 
         )
         for rank in range(layout.world_size)
     )
-    return ControlSpec(
-        "auto", "internal", "h", 1, generation, Cluster(ranks), layout, "@w", None, (), 2.0, 60.0, 300.0
+    return JobSpec(
+        "auto", "internal", "h", 1, round_id, Cluster(ranks), layout, "@w", None, (), 2.0, 60.0, 300.0
     )
 
 
@@ -87,7 +87,7 @@ class Link:
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.slot = SimpleNamespace(
+        self.entry = SimpleNamespace(
             step_begin=lambda: self.said.append("begin"),
             step_end=lambda: self.said.append("end"),
             turn=lambda: None,
@@ -99,12 +99,12 @@ class Link:
 
 
 def shard(given: dict[str, Any], layout: Layout, ranks_per_node: int, rank: int, link: Link) -> Any:
-    from spmd_serve.engine.worker_proc import Shard
+    from spmd_serve.engine.worker_proc import TorchrunWorkerProc
 
     job = spec(layout, ranks_per_node)
     store: Any = None
     watcher_link: Any = link
-    return Shard(config(layout), job, job.cluster.ranks[rank], store, watcher_link)
+    return TorchrunWorkerProc(config(layout), job, job.cluster.ranks[rank], store, watcher_link)
 
 
 LAYOUTS = [

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from spmd_serve.config.job_spec import ADDITIONAL_CONFIG_KEY, ControlSpec
+from spmd_serve.config.job_spec import ADDITIONAL_CONFIG_KEY, JobSpec
 from spmd_serve.liveness import WatcherLink
 from spmd_serve.server.api import serve_as_one_of_several
 
@@ -31,7 +31,7 @@ def load_for_ever(said: Connection) -> None:
 
     with (
         mock.patch.object(WatcherLink, "connect", return_value=link),
-        mock.patch.object(ControlSpec, "from_json", return_value=spec),
+        mock.patch.object(JobSpec, "from_json", return_value=spec),
         mock.patch("vllm.v1.utils.run_api_server_worker_proc", run),
     ):
         serve_as_one_of_several("", None, args, {"client_index": 1})  # type: ignore[arg-type]
