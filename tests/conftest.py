@@ -16,6 +16,7 @@ from tests.support.waiting import Note
 PR_SET_CHILD_SUBREAPER = 36
 LEFT_OVER_DEADLINE_S = 10.0
 SEEN = "seen"
+TESTS = Path(__file__).parent
 
 # Taken away, for torch and transformers do otherwise under CI, and users do not run there. The workers of
 # pytest-xdist inherit what is left, so that they need a name of ours.
@@ -49,7 +50,12 @@ def note(record_property: Callable[[str, object], None]) -> Note:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, so that no worker is left alone with one at the end."""
+    """Mark each test with its tier, which is its folder; put files with slow tests first.
+
+    Slow files come first so that no worker is left alone with one at the end.
+    """
+    for item in items:
+        item.add_marker(item.path.relative_to(TESTS).parts[0])
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow)
 

@@ -101,11 +101,3 @@ def strings(source: str) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value, node.lineno
-
-
-def is_only_docstring(path: Path) -> bool:
-    """Whether a file holds no code."""
-    return all(
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        for node in ast.parse(path.read_text()).body
-    )

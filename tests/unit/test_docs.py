@@ -9,20 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from spmd_serve.batch.options import BatchOptions
+from docs import file_table
 from spmd_serve.config.flags import REFUSED, TORCHRUN_OWNS, Flags
 from spmd_serve.errors import ExitCode
 from tests.support.imports import PACKAGE, ROOT, modules
 
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("*.md")])
 README = (ROOT / "README.md").read_text()
+FLAGS_PAGE = (ROOT / "docs" / "flags.md").read_text()
+LONGEST_README = 120
+"""Lines."""
+LONGEST_OVERVIEW = 1500
+"""Words of docs/architecture.md."""
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
-
-# Flags of other programs that the pages call, and one that stands for any.
-OTHERS = {"--index-url", "--once", "--flag"}
 
 ERRORS = (
     "UsageError",
@@ -37,10 +38,6 @@ ERRORS = (
 SHORTEST = 10
 SHOWN = 24
 """How much of a message's fixed part the page must have at least, characters."""
-
-
-def ours(options: type) -> set[str]:
-    return {"--" + item.name.replace("_", "-") for item in fields(options)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -72,40 +69,30 @@ def test_files_that_are_named_exist() -> None:
     assert missing == []
 
 
-@pytest.mark.vllm
-@pytest.mark.filterwarnings("ignore")
-def test_flags_that_are_named_exist() -> None:
-    from torch.distributed.run import get_args_parser
-
-    from spmd_serve.engine.config import make_parser
-
-    known = ours(Flags) | ours(BatchOptions) | OTHERS
-    for parser in (get_args_parser(), make_parser()):
-        known |= {flag for action in parser._actions for flag in action.option_strings}
-    known |= {flag.replace("_", "-") for flag in known}
-    for path in (ROOT / "benchmarks").glob("*.py"):
-        known |= set(re.findall(r'"(--[a-z-]+)"', path.read_text()))
-    unknown = {
-        page.name: sorted(found) for page in PAGES if (found := set(FLAG.findall(page.read_text())) - known)
-    }
-    assert unknown == {}
+def test_the_readme_and_the_overview_are_short() -> None:
+    assert len(README.splitlines()) <= LONGEST_README
+    assert len((ROOT / "docs" / "architecture.md").read_text().split()) <= LONGEST_OVERVIEW
 
 
-def test_the_readme_lists_what_is_refused() -> None:
+def test_the_file_table_is_up_to_date() -> None:
+    assert file_table.PAGE.read_text() == file_table.page(), "run python docs/file_table.py"
+
+
+def test_the_page_of_flags_lists_what_is_refused() -> None:
     flags = ["--" + name.replace("_", "-") for name in (*TORCHRUN_OWNS, *REFUSED)]
-    assert [flag for flag in flags if f"`{flag}`" not in README] == []
+    assert [flag for flag in flags if f"`{flag}`" not in FLAGS_PAGE] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/troubleshooting.md"])
+@pytest.mark.parametrize("page", ["docs/flags.md", "docs/troubleshooting.md"])
 def test_exit_codes_are_explained(page: str) -> None:
     rows = re.findall(r"^\| `?(\d)`? \|", (ROOT / page).read_text(), re.MULTILINE)
     assert [int(row) for row in rows] == [int(code) for code in ExitCode]
 
 
-def test_the_readme_has_the_defaults() -> None:
+def test_the_page_of_flags_has_the_defaults() -> None:
     for item in fields(Flags):
         flag = "--" + item.name.replace("_", "-")
-        row = next(line for line in README.splitlines() if line.startswith(f"| `{flag}"))
+        row = next(line for line in FLAGS_PAGE.splitlines() if line.startswith(f"| `{flag}"))
         default = row.split("|")[2].strip().strip("`")
         shown = "" if item.default in (None, ()) else item.default
         assert default == (f"{shown:g}" if isinstance(shown, float) else str(shown)), flag

@@ -4,19 +4,16 @@ import ast
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from spmd_serve.config.flags import Flags
 from tests.support.imports import (
     PACKAGE,
     ROOT,
     Import,
     circle,
     imports,
-    is_only_docstring,
     modules,
     own_imports,
     owner,
@@ -161,25 +158,6 @@ def test_torchruns_variables_are_read_in_one_place() -> None:
 def test_files_are_short() -> None:
     lengths = {str(path): len(path.read_text().splitlines()) for path in MODULES.values()}
     assert {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE} == {}
-
-
-def test_the_architecture_page_has_a_line_for_every_file() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    described = re.findall(r"^\| `([\w/]+\.py)` \|", text, re.MULTILINE)
-    assert len(described) == len(set(described)), "a file is described twice"
-    exist = {
-        str(path.relative_to(PACKAGE))
-        for path in MODULES.values()
-        if path.name != "__init__.py" or not is_only_docstring(path)
-    }
-    assert set(described) - exist == set(), "described, but not there"
-    assert exist - set(described) == set(), "there, but not described"
-
-
-def test_the_readme_has_every_flag_of_ours() -> None:
-    text = (ROOT / "README.md").read_text()
-    flags = ["--" + item.name.replace("_", "-") for item in fields(Flags)]
-    assert [flag for flag in flags if f"`{flag}" not in text] == []
 
 
 class TestTheReader:
