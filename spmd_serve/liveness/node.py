@@ -1,56 +1,47 @@
-"""The other hosts' side of the watch between hosts: the connection to the head's watcher."""
+"""The other nodes' side of the connections between watchers: the connection to the head's watcher."""
 
 import errno
 import os
 import secrets
 import selectors
 import socket
-from typing import Protocol
+from collections.abc import Callable
 
 from spmd_serve.liveness import descriptions
-from spmd_serve.liveness.drain import Drain
-from spmd_serve.liveness.event_loop import Conn, Loop, log
+from spmd_serve.liveness.decision import RootCauseDecision
+from spmd_serve.liveness.event_loop import Connection, Loop, log
 from spmd_serve.liveness.head import HELLO_BYTES, silence_s
-from spmd_serve.liveness.protocol import End, RootCause, WatchConfig
+from spmd_serve.liveness.protocol import WatchConfig
 from spmd_serve.liveness.root_cause import HEAD_KEY, FailureReport, Weight
-from spmd_serve.liveness.serving import Serving
+from spmd_serve.liveness.state import WatcherState
 from spmd_serve.wire.lines import BadLine, Message, Seal, unpack
 
 _CONNECT_S = 3.0
-_AGAIN_S = 0.3
-
-
-class NodeCourt(Protocol):
-    """What a watcher does with what the head says."""
-
-    @property
-    def now(self) -> float: ...
-    @property
-    def over(self) -> bool: ...
-    def report_failure(self, failure: FailureReport) -> None: ...
-    def retract(self, key: str) -> None: ...
-    def joined(self) -> None: ...
-    def declare(self, root_cause: RootCause) -> None: ...
-    def ask_for_stacks(self) -> None: ...
-    def request_drain(self, reason: str) -> None: ...
-    @property
-    def serving(self) -> Serving: ...
-    @property
-    def drain(self) -> Drain: ...
-    def ended(self, end: End) -> None: ...
+_RETRY_INTERVAL_S = 0.3
 
 
 class Uplink:
-    """Connects to the head's watcher, trying for `join_timeout`; then notices when it is silent or gone."""
+    """Connects to the head's watcher, for up to `join_timeout` seconds; then reports if it is silent or gone."""
 
-    def __init__(self, court: NodeCourt, loop: Loop, config: WatchConfig) -> None:
-        self._court = court
+    def __init__(
+        self,
+        state: WatcherState,
+        decision: RootCauseDecision,
+        loop: Loop,
+        config: WatchConfig,
+        on_joined: Callable[[], None],
+        on_message: Callable[[Message], None],
+    ) -> None:
+        """`on_joined()`: the head can be reached.  `on_message`: gets each message about the job."""
+        self._state = state
+        self._decision = decision
         self._loop = loop
         self._config = config
-        self._since = court.now
+        self._on_joined = on_joined
+        self._on_message = on_message
+        self._since = self._next_try = state.now
         self._connecting: socket.socket | None = None
-        self._next_try = court.now
-        self._conn: Conn | None = None
+        self._connection: Connection | None = None
         self._seal = Seal(config.key, "node", "head")
         self._challenged = False
         self._heard = 0.0
@@ -58,44 +49,39 @@ class Uplink:
         self._was_joined = False
         self.is_joined = False
 
-    def tell(self, message: Message, droppable: bool = False) -> None:
-        """Tell the head, if it can be reached."""
-        if self.is_joined and self._conn is not None and not (droppable and self._conn.is_clogged):
-            self._conn.send(self._seal.wrap(message))
+    def send(self, message: Message, droppable: bool = False) -> None:
+        """Send a message to the head, if it can be reached; drop a droppable one if the head does not read."""
+        connection = self._connection
+        if self.is_joined and connection is not None and not (droppable and connection.is_clogged):
+            connection.send(self._seal.wrap(message))
 
     def tick(self, table: list[Message]) -> None:
-        """Call every beat: sends the beat, connects again, looks whether the head is silent."""
-        self.tell({"t": "beat", "table": table}, droppable=True)
-        now, config = self._court.now, self._config
-        if self._court.over:
+        """Call every beat: send the beat, connect again, and report the head if it is silent."""
+        self.send({"t": "beat", "table": table}, droppable=True)
+        now, config = self._state.now, self._config
+        if self._decision.over:
             return
         if self.is_joined:
-            if now - self._heard > silence_s(config.rank_timeout):
-                self._report_failure(
-                    descriptions.host_silent(f"the head, {self._head()}", now - self._heard),
-                    now - self._heard,
-                )
+            silent_s = now - self._heard
+            if silent_s > silence_s(config.rank_timeout):
+                self._report(descriptions.host_silent(f"the head, {self._head()}", silent_s), silent_s)
         elif not self._was_joined:
             if now - self._since > config.join_timeout:
-                where = descriptions.host(config.hosts[config.node], config.ranks[config.node])
-                address, port = config.head_address, config.head_port
-                limit = config.join_timeout
-                self._report_failure(
-                    descriptions.head_unreachable(where, self._head(), address, port, limit, self._reason),
-                    None,
+                where = self._state.describe(config.node)
+                address, port, limit = config.head_address, config.head_port, config.join_timeout
+                cause = descriptions.head_unreachable(
+                    where, self._head(), address, port, limit, self._reason
                 )
-            elif self._conn is None and now >= self._next_try:
+                self._report(cause, None)
+            elif self._connection is None and now >= self._next_try:
                 self._try()
 
     def _head(self) -> str:
-        return descriptions.host(self._config.hosts[0], self._config.ranks[0])
+        return self._state.describe(0)
 
-    def _report_failure(self, cause: str, age_s: float | None) -> None:
-        ranks = self._config.ranks[0]
-        rank = ranks[0] if len(ranks) == 1 else None
-        self._court.report_failure(
-            FailureReport(HEAD_KEY, Weight.HOST, cause, rank, self._config.hosts[0], 0, age_s)
-        )
+    def _report(self, cause: str, age_s: float | None) -> None:
+        rank, hostname = self._state.only_rank(0), self._state.hostnames[0]
+        self._decision.report_failure(FailureReport(HEAD_KEY, Weight.HOST, cause, rank, hostname, 0, age_s))
 
     # Connecting.
 
@@ -108,13 +94,13 @@ class Uplink:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._connecting = sock
-        self._next_try = self._court.now + _CONNECT_S
-        self._loop.watch(sock.fileno(), self._connected, selectors.EVENT_WRITE)
+        self._next_try = self._state.now + _CONNECT_S
+        self._loop.watch(sock.fileno(), self._on_connected, selectors.EVENT_WRITE)
         problem = sock.connect_ex((address, port))
         if problem not in (0, errno.EINPROGRESS):
             self._failed(os.strerror(problem))
 
-    def _connected(self, _events: int) -> None:
+    def _on_connected(self, _events: int) -> None:
         assert self._connecting is not None
         problem = self._connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if problem:
@@ -124,12 +110,12 @@ class Uplink:
         self._loop.forget(sock.fileno())
         self._seal = Seal(self._config.key, "node", "head")
         self._challenged = False
-        self._conn = Conn(self._loop, sock, self._line, self._closed, HELLO_BYTES)
+        self._connection = Connection(self._loop, sock, self._on_line, self._closed, HELLO_BYTES)
 
     def _failed(self, reason: str) -> None:
         self._give_up()
         self._reason = reason
-        self._next_try = self._court.now + _AGAIN_S
+        self._next_try = self._state.now + _RETRY_INTERVAL_S
 
     def _give_up(self) -> None:
         if self._connecting is not None:
@@ -137,63 +123,39 @@ class Uplink:
             self._connecting.close()
             self._connecting = None
 
-    # What the head says.
+    # What the head sends.
 
-    def _line(self, line: bytes) -> None:
+    def _on_line(self, line: bytes) -> None:
         if not self._challenged:
             self._answer(unpack(line))
             return
         message = self._seal.open(line)
-        self._heard = self._court.now
-        self._court.retract(HEAD_KEY)
-        try:
-            self._hear(message)
-        except (KeyError, TypeError, ValueError) as problem:
-            raise BadLine(f"a bad {message['t']} message: {problem!r}") from problem
+        self._heard = self._state.now
+        self._decision.retract(HEAD_KEY)
+        if message["t"] == "welcome" and self._connection is not None:
+            self._connection.trust()
+            self.is_joined = self._was_joined = True
+            self._on_joined()
+        else:
+            self._on_message(message)
 
     def _answer(self, challenge: Message) -> None:
-        if challenge["t"] != "challenge" or self._conn is None:
+        if challenge["t"] != "challenge" or self._connection is None:
             raise BadLine("no challenge")
         self._challenged = True
         self._seal.mix(str(challenge.get("nonce")))
-        nonce = secrets.token_hex(16)
-        hello = {
-            "t": "hello",
-            "node": self._config.node,
-            "round_id": self._config.round_id,
-            "nonce": nonce,
-        }
-        self._conn.send(self._seal.wrap(hello))
+        nonce, config = secrets.token_hex(16), self._config
+        hello = {"t": "hello", "node": config.node, "round_id": config.round_id, "nonce": nonce}
+        self._connection.send(self._seal.wrap(hello))
         self._seal.mix(nonce)
 
-    def _hear(self, message: Message) -> None:
-        kind = message["t"]
-        if kind == "welcome" and self._conn is not None:
-            self._conn.trust()
-            self.is_joined = self._was_joined = True
-            self._court.joined()
-        elif kind == "root_cause":
-            self._court.declare(RootCause.from_json(message["root_cause"]))
-        elif kind == "stacks":
-            self._court.ask_for_stacks()
-        elif kind == "all-serve":
-            self._court.serving.hear_all(message)
-        elif kind == "drain":
-            self._court.request_drain(str(message["reason"]))
-        elif kind == "all-drained":
-            self._court.drain.all_drained()
-        elif kind in ("end", "bye"):
-            self.tell({"t": "end-known"})
-            self._court.ended(End.from_json(message) if kind == "end" else End())
-
     def _closed(self, reason: str) -> None:
-        self._conn = None
+        self._connection = None
         if not self._was_joined:
-            self._failed(reason or "it refused us: do the hosts have the same key, and belong to one run?")
+            self._failed(reason or "it refused us: do the nodes have the same key, and belong to one round?")
             return
         self.is_joined = False
-        if not self._court.over:
+        if not self._decision.over:
             log(f"the connection to the head is closed{f': {reason}' if reason else ''}")
-            silent_s = self._court.now - self._heard
-            where = f"the head, {self._head()}"
-            self._report_failure(descriptions.host_lost(where, silent_s, self._config.rank_timeout), silent_s)
+            silent_s, where = self._state.now - self._heard, f"the head, {self._head()}"
+            self._report(descriptions.host_lost(where, silent_s, self._config.rank_timeout), silent_s)

@@ -1,4 +1,4 @@
-"""Who was first: accusations are weighed for a moment, then one becomes the verdict. Pure, with no clock."""
+"""Which failure was the first: reports are collected for a moment, then the most causal one is chosen. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -7,31 +7,31 @@ from typing import Any
 
 
 class Weight(IntEnum):
-    """How causal an accusation is: a lower one explains a higher one that came up to a moment earlier."""
+    """How causal a report is: a lower value explains a higher one that came up to a moment earlier."""
 
     OWN = 0
-    """Killed by a signal, stopped, or said itself what went wrong."""
+    """Killed by a signal, stopped, or reported by the process itself."""
     UNEXPLAINED = 1
-    """Ended without a word: an exit code, or not even that is known. Often a consequence of another's end."""
+    """Ended with an exit code, or unknown how, and reported nothing. Often a consequence of another end."""
     HUNG = 2
     """A step makes no progress: all ranks of a collective then look alike."""
     HOST = 3
-    """A whole host is silent, or its watcher is gone."""
+    """A whole node is silent, or its watcher is gone."""
     IDLE_DRIVER = 4
-    """A driver that sends no heartbeats (all its ranks then idle too long as well), or whose loop hangs."""
+    """A driver sends no heartbeats (all its ranks are then idle for too long as well), or its loop hangs."""
     IDLE = 5
-    """A rank whose loop does not turn."""
+    """The loop of a rank does not turn."""
     PEER = 6
-    """Somebody noticed only that somebody else is gone."""
+    """A process noticed only that another one is gone."""
 
 
 def host_key(number: int) -> str:
-    """What an accusation of a whole host is about."""
+    """Return the key of reports about a whole node."""
     return f"node {number}"
 
 
 HEAD_KEY = host_key(0)
-"""The head's; no higher court can be waited for then."""
+"""The key of reports about the head, which cannot decide on its own loss."""
 
 SETTLE_S: Mapping[Weight, float] = {
     Weight.OWN: 0.3,
@@ -42,17 +42,17 @@ SETTLE_S: Mapping[Weight, float] = {
     Weight.IDLE: 3.0,
     Weight.PEER: 2.0,
 }
-"""How long an accusation waits for a more causal one, seconds."""
+"""How long a report waits for a more causal one, seconds."""
 
 _SHORTEST_PATIENCE: Mapping[Weight, float] = {Weight.OWN: 1 / 2, Weight.HOST: 3 / 4}
-"""Parts of the rank timeout: a stop is certain, but a host may be silent for a second without being lost."""
+"""Parts of the rank timeout: a stop is certain, but a node may be silent for a second without being lost."""
 
 
 def patience_s(rank_timeout: float, weight: Weight, look_s: float) -> float:
-    """How long a stop or a silence lasts when it is accused, so that the verdict comes within `rank_timeout`.
+    """Return after how many seconds a stop or a silence is reported.
 
-    All in seconds. Two looks (one to see it at all) and the time to settle are taken off, as far as a
-    timeout of a few seconds has room for that.
+    The root cause is then declared within `rank_timeout` seconds. Two looks (one to see it at all) and the settling
+    time are subtracted, as far as a timeout of a few seconds leaves room for that.
     """
     return max(_SHORTEST_PATIENCE[weight] * rank_timeout, rank_timeout - SETTLE_S[weight] - 2 * look_s)
 
@@ -62,11 +62,10 @@ _FINAL = (Weight.OWN, Weight.UNEXPLAINED, Weight.HOST, Weight.PEER)
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Somebody is gone or stuck.
+    """A process or a node is gone or stuck.
 
-    key: what it is about; one key is heard once.  order: decides between accusations of one weight and
-    moment.
-    age_s: seconds since the last sign of life, where known.
+    key: the subject; each key is recorded once.  order: decides between reports of the same weight and moment.
+    age_s: seconds since the last sign of life, if known.
     """
 
     key: str
@@ -78,12 +77,12 @@ class FailureReport:
     age_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary."""
+        """Return a plain dictionary."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> "FailureReport":
-        """Inverse of `to_json`; raises KeyError, TypeError or ValueError for anything else."""
+        """Invert `to_json`. Raises KeyError, TypeError, ValueError or OverflowError for anything else."""
         rank, age_s = plain["rank"], plain["age_s"]
         return cls(
             key=str(plain["key"]),
@@ -97,66 +96,66 @@ class FailureReport:
 
 
 class RootCauseArbiter:
-    """Hears accusations, and after the shortest settling time among them names the most causal one."""
+    """Collects failure reports, and chooses the most causal one after the shortest settling time among them."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, tuple[FailureReport, float, float]] = {}
+        self._reports: dict[str, tuple[FailureReport, float, float]] = {}
 
-    def hear(self, failure: FailureReport, now: float, patience_s: float = 0.0) -> bool:
-        """Take one in, at time `now`; False when its key was heard before.
+    def add(self, failure: FailureReport, now: float, extra_s: float = 0.0) -> bool:
+        """Record a report at time `now`; return False if its key is known.
 
-        `patience_s` is added to its settling time: a higher court is to decide, this one only if that fails.
+        `extra_s` seconds are added to its settling time: the head's watcher decides, this one only if that fails.
         """
-        if failure.key in self._heard:
+        if failure.key in self._reports:
             return False
-        self._heard[failure.key] = (failure, now, now + SETTLE_S[failure.weight] + patience_s)
+        self._reports[failure.key] = (failure, now, now + SETTLE_S[failure.weight] + extra_s)
         return True
 
     def retract(self, key: str) -> bool:
-        """Forget one: the accused has shown life. False when there was none."""
-        return self._heard.pop(key, None) is not None
+        """Remove a report, because its subject has shown life; return False if there was none."""
+        return self._reports.pop(key, None) is not None
 
     @property
-    def heard(self) -> list[FailureReport]:
-        """All accusations, in the order of their arrival."""
-        return [failure for failure, _, _ in self._heard.values()]
+    def reports(self) -> list[FailureReport]:
+        """All reports, in the order of their arrival."""
+        return [failure for failure, _, _ in self._reports.values()]
 
     @property
     def has_death(self) -> bool:
-        """Whether a member or a whole host is gone, or has said that it fails: no drain mends that.
+        """Whether a process or a whole node is gone, or has reported that it fails: no drain mends that.
 
-        A stopped member, whose accusation has an age, may go on.
+        A stopped member, whose report has an age, may continue.
         """
         return any(
-            one.weight in _FINAL and (one.weight is not Weight.OWN or one.age_s is None)
-            for one, _, _ in self._heard.values()
+            one.weight in _FINAL and (one.weight is not Weight.OWN or one.age_s is None) for one in self.reports
         )
 
     def waited(self, key: str, now: float) -> float:
-        """Seconds since an accusation was heard."""
-        return now - self._heard[key][1]
+        """Return the seconds since a report was recorded."""
+        return now - self._reports[key][1]
 
     def due(self) -> float | None:
-        """When `root_cause` will have an answer; None while nothing was heard."""
-        return min((due for _, _, due in self._heard.values()), default=None)
+        """Return when `root_cause` will have an answer; None while there is no report."""
+        return min((due for _, _, due in self._reports.values()), default=None)
 
     def root_cause(self, now: float) -> FailureReport | None:
-        """The first cause, or None while more causal ones are still waited for."""
+        """Return the root cause, or None while more causal reports may still come."""
         due = self.due()
         return self.first() if due is not None and now >= due else None
 
     def first(self) -> FailureReport | None:
-        """The most causal accusation of those heard so far."""
-        best = min(self._heard.values(), key=lambda one: (one[0].weight, one[1], one[0].order), default=None)
+        """Return the most causal report so far."""
+        best = min(
+            self._reports.values(), key=lambda one: (one[0].weight, one[1], one[0].order), default=None
+        )
         return None if best is None else best[0]
 
 
 class PauseTolerantClock:
-    """Time that this process itself has lived through, in seconds.
+    """The time that this process has run, in seconds, without the time during which it was stopped.
 
-    An observer that was stopped, starved or paused together with its whole machine must not take that time
-    for the
-    silence of others: between two ticks at most `most` seconds count.
+    An observer that was stopped, starved or paused together with its machine must not count that time as the silence of
+    others: between two ticks at most `most` seconds count.
     """
 
     def __init__(self, most: float) -> None:
@@ -165,7 +164,7 @@ class PauseTolerantClock:
         self._last: float | None = None
 
     def tick(self, monotonic: float) -> float:
-        """Call once per turn of the loop with time.monotonic(); returns the time lived so far."""
+        """Call once per turn of the loop with time.monotonic(); return the time so far."""
         if self._last is not None:
             self.now += min(max(monotonic - self._last, 0.0), self.most)
         self._last = monotonic

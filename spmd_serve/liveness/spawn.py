@@ -151,7 +151,7 @@ def _run(watcher: "Watcher", address: str) -> None:
         watcher.run()
     finally:
         remove_scratch(address)
-        remove_shared(watcher.config.round_id if watcher.config is not None else "")
+        remove_shared(watcher.round_id or "")
 
 
 def _bind(address: str, deadline: float) -> socket.socket:

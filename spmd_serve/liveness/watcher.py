@@ -1,41 +1,36 @@
-"""The watcher: one small process per host that outlives its ranks by a moment, to say who was first."""
+"""The watcher: one small process per node that notices deaths, stops and hangs, and outlives its ranks by a moment."""
 
 import os
 import socket
 import time
-from collections.abc import Callable
 
 from spmd_serve.liveness import status
 from spmd_serve.liveness.ancestors import Ancestors
-from spmd_serve.liveness.drain import Drain
+from spmd_serve.liveness.decision import RootCauseDecision
+from spmd_serve.liveness.ending import EndProtocol
 from spmd_serve.liveness.event_loop import Loop, log
-from spmd_serve.liveness.hang import Limits
 from spmd_serve.liveness.head import Head
-from spmd_serve.liveness.members import Member, Members
+from spmd_serve.liveness.members import Member, MemberCallbacks, Members
 from spmd_serve.liveness.node import Uplink
+from spmd_serve.liveness.peers import Peers
 from spmd_serve.liveness.probe import Probe
-from spmd_serve.liveness.protocol import End, RootCause, WatchConfig, beat_s
-from spmd_serve.liveness.root_cause import (
-    HEAD_KEY,
-    FailureReport,
-    PauseTolerantClock,
-    RootCauseArbiter,
-    Weight,
-)
+from spmd_serve.liveness.protocol import End, RootCause, WatchConfig
+from spmd_serve.liveness.root_cause import FailureReport
 from spmd_serve.liveness.serving import Serving
+from spmd_serve.liveness.state import WatcherState
+from spmd_serve.liveness.subscribers import Subscribers
 from spmd_serve.system.torchrun_env import job_folder
 from spmd_serve.wire.lines import Message
 
-_REPORT_S = 1.0
-"""How long the watcher stays without members, to hear the verdict on their deaths or to find it."""
-_HIGHER_COURT_S = 1.0
-"""How much longer than the head's watcher another one waits before it judges by itself."""
-_STACKS_AGAIN_S = 10.0
-_END_S = 10.0  # how long members may stay after the job's normal end; ranks leave by themselves within 6 s
+_ALONE_S = 1.0
+"""How long the watcher stays without members, to learn or to find the root cause of their deaths, seconds."""
+_STACKS_INTERVAL_S = 10.0
+_END_S = 10.0
+"""How long members may stay after the job's normal end, seconds; ranks leave by themselves within 6 s."""
 
 
 class Watcher:
-    """Runs in its own process. All times are seconds of its own lived clock."""
+    """Runs in its own process. It connects the parts and passes messages between them."""
 
     def __init__(
         self,
@@ -46,312 +41,261 @@ class Watcher:
         rank_timeout: float,
         grace_s: float,
     ) -> None:
-        """`parent`, `agent`: pid and pidfd of the rank that forked us, and of the torchrun agent."""
-        self._clock = PauseTolerantClock(0.0)
-        self.loop = Loop()
-        self.host = socket.gethostname()
-        self.config: WatchConfig | None = None
-        self.restarts = restarts
-        self.root_cause: RootCause | None = None
-        self.has_ended = False
-        self._end = End()
-        self.drain = Drain(self)
-        self.followers = self.drain.followers
-        self.serving = Serving(job_folder(os.environ))
-        self.probe: Probe | None = None
-        self.head: Head | None = None
-        self.uplink: Uplink | None = None
-        self.members = Members(self, self.loop, listener)
-        self._arbiter = RootCauseArbiter()
-        self._grace_s = grace_s
+        """`parent`, `agent`: pid and pidfd of the rank that started the watcher, and of the torchrun agent."""
+        self._restarts = restarts
+        self._loop = Loop()
+        self._state = WatcherState(rank_timeout, grace_s)
+        self._peers = Peers()
+        self._serving = Serving(job_folder(os.environ))
+        self._probe: Probe | None = None
+        self._decision = RootCauseDecision(self._state)
+        self._decision.send_up = self._peers.send_up
+        self._decision.head_decides = lambda: self._peers.head_decides
+        self._decision.on_hang = self._ask_for_stacks
+        self._decision.on_declared = self._on_declared
+        self._subscribers = Subscribers()
+        callbacks = MemberCallbacks(
+            status=self._status,
+            greeting=self._greeting,
+            events=self._events,
+            on_request=self._on_request,
+            on_death=lambda: self._ancestors.check_agent(),
+        )
+        self._members = Members(
+            self._state, self._decision, self._subscribers, self._loop, listener, callbacks
+        )
+        self._ending = EndProtocol(
+            self._state, self._decision, self._members, self._subscribers, self._peers, self._on_ended
+        )
+        self._ancestors = Ancestors(self._state, self._decision, self._members, self._loop, parent, agent)
         self._kill_at: float | None = None
-        self._ends: list[End] = []
-        self._at_end: list[Callable[[], None]] = []
-        self._after_end: list[Callable[[], None]] = []
         self._alone_since: float | None = None
         self._stacks_at = float("-inf")
-        self._set_limits(Limits(rank_timeout, float("inf"), expect_turns=False))
-        self._next_poll = self._next_beat = self.now
-        self._ancestors = Ancestors(self, self.loop, self.members, parent, agent)
+        self._next_poll = self._next_beat = self._state.now
+        self._probe_status: Message | None = None
 
-    def _set_limits(self, limits: Limits) -> None:
-        self.limits = limits
-        self._poll_s = limits.look_s
-        self._beat_s = beat_s(limits.rank_timeout)
-        self._clock.most = 2 * self._poll_s
+    @property
+    def round_id(self) -> str | None:
+        """The id of this round; None before the rendezvous."""
+        config = self._state.config
+        return None if config is None else config.round_id
 
     def run(self) -> None:
-        """Until no member of this host is left and all has been said."""
+        """Run until no member of this node is left and everything has been reported."""
+        state = self._state
         while True:
-            calls = self.loop.wait(self._sleep_s())
-            self._clock.tick(time.monotonic())
+            calls = self._loop.wait(self._sleep_s())
+            state.clock.tick(time.monotonic())
+            self._probe_status = None
             for call in calls:
                 call()
-            if self.now >= self._next_poll:
-                self._next_poll = self.now + self._poll_s
-                self.members.poll()
-            if self.now >= self._next_beat:
-                self._next_beat = self.now + self._beat_s
-                self.members.beat()
-                if self.probe is not None:
-                    self.probe.tick()
-                if self.head is not None:
-                    self.head.tick()
-                if self.uplink is not None:
-                    self.uplink.tick(self.members.table())
-            self._judge()
-            self.drain.go_on()
+            if state.now >= self._next_poll:
+                self._next_poll = state.now + state.limits.look_s
+                self._members.poll()
+            if state.now >= self._next_beat:
+                self._next_beat = state.now + state.beat_s
+                self._members.beat()
+                if self._probe is not None:
+                    self._probe.tick()
+                self._peers.tick(self._members.table())
+            self._decision.decide()
+            if self._kill_at is not None and state.now >= self._kill_at:
+                self._kill_at = None
+                self._members.kill()
+            self._ending.advance()
             if self._may_leave():
                 return
 
     def _sleep_s(self) -> float:
-        times = [self._next_poll, self._next_beat, self._kill_at, None if self.over else self._arbiter.due()]
-        return max(0.0, min(at for at in times if at is not None) - self.now)
+        times = [self._next_poll, self._next_beat, self._kill_at, self._decision.due]
+        return max(0.0, min(at for at in times if at is not None) - self._state.now)
 
-    @property
-    def now(self) -> float:
-        return self._clock.now
+    # What the parts report.
 
-    @property
-    def over(self) -> bool:
-        """Nothing is a failure any more."""
-        return self.root_cause is not None or self.has_ended
-
-    def host_of(self, rank: int) -> str:
-        """The host of a rank of the job."""
-        nodes = zip(self.config.hosts, self.config.ranks, strict=True) if self.config is not None else ()
-        return next((host for host, ranks in nodes if rank in ranks), self.host)
-
-    def report_failure(self, failure: FailureReport) -> None:
-        """Somebody is gone or stuck: judged here if this is the head, and there otherwise."""
-        if self.over:
+    def _ask_for_stacks(self) -> None:
+        """Ask for the stacks of all processes: on all nodes if this is the head, else on this node."""
+        if self._state.now - self._stacks_at < _STACKS_INTERVAL_S:
             return
-        judged_there = self.uplink is not None and self.uplink.is_joined and failure.key != HEAD_KEY
-        if not self._arbiter.hear(failure, self.now, _HIGHER_COURT_S if judged_there else 0.0):
-            return
-        if self.uplink is not None:
-            self.uplink.tell({"t": "report_failure", "failure": failure.to_json()})
-        if failure.weight in (Weight.HUNG, Weight.IDLE_DRIVER, Weight.IDLE):
-            self.ask_for_stacks()
+        self._stacks_at = self._state.now
+        self._members.ask_for_stacks()
+        self._peers.broadcast({"t": "stacks"})
 
-    def somebody_died(self) -> None:
-        """Before a member is accused of it: is it the end of its ancestors?"""
-        self._ancestors.look()
+    def _on_declared(self, root_cause: RootCause) -> None:
+        self._kill_at = self._state.now + self._state.grace_s
+        for event in self._events():
+            self._subscribers.send(event)
+            self._members.send(event)
+            self._peers.broadcast(event)
+        # Afterwards: the disk may be slow.
+        self._serving.record_failure(root_cause)
 
-    def retract(self, key: str) -> None:
-        """The accused has shown life before the verdict."""
-        if self._arbiter.retract(key) and self.uplink is not None:
-            self.uplink.tell({"t": "retract", "key": key})
+    def _on_ended(self) -> None:
+        self._kill_at = self._state.now + _END_S
 
-    def ask_for_stacks(self) -> None:
-        """On all hosts, from the head; else on this one."""
-        if self.now - self._stacks_at < _STACKS_AGAIN_S:
-            return
-        self._stacks_at = self.now
-        self.members.ask_for_stacks()
-        if self.head is not None:
-            self.head.broadcast({"t": "stacks"})
-
-    def _judge(self) -> None:
-        if not self.over:
-            first = self._arbiter.root_cause(self.now)
-            if first is not None:
-                self._declare(first)
-        if self._kill_at is not None and self.now >= self._kill_at:
-            self._kill_at = None
-            self.members.kill()
-
-    def _declare(self, first: FailureReport) -> None:
-        detect_s = round((first.age_s or 0.0) + self._arbiter.waited(first.key, self.now), 3)
-        self.declare(RootCause(first.cause, first.rank, first.host, time.time(), detect_s))
-
-    def declare(self, root_cause: RootCause) -> None:
-        """Once: tell everybody, and end whoever does not end by itself."""
-        if self.over:
-            return
-        self.root_cause = root_cause
-        self.serving.failed(root_cause)
-        self._kill_at = self.now + self._grace_s
-        for events in self.events():
-            self.followers.tell(events)
-            self.members.tell(events)
-            if self.head is not None:
-                self.head.broadcast(events)
-
-    # What members ask for.
-
-    def request(self, member: Member, message: Message) -> None:
-        """A member's message that is not about itself."""
+    def _on_request(self, member: Member, message: Message) -> None:
+        """Handle a member's message that is not about itself."""
         kind, reply = message["t"], {"t": "reply", "id": message.get("id")}
         if kind == "listen":
-            member.tell(reply | self._listen(str(message["address"])))
+            member.send(reply | self._listen(str(message["address"])))
         elif kind == "configure":
-            member.tell(reply | self._configure(WatchConfig.from_json(message["config"])))
+            member.send(reply | self._configure(WatchConfig.from_json(message["config"])))
         elif kind == "identify":
-            self.drain.go_on()
+            self._ending.advance()
         elif kind == "drain":
-            self.request_drain(str(message["reason"]))
+            self._ending.request_drain(str(message["reason"]))
         elif kind == "end":
-            self.end(lambda: member.tell(reply), End.from_json(message))
+            self._ending.end_part(End.from_json(message), lambda: member.send(reply))
         elif kind == "serving":
-            self.serves(message)
+            self._on_serving(message)
         elif kind == "probe":
-            member.tell(reply | self._open_probe(int(message["port"])))
+            member.send(reply | self._open_probe(int(message["port"])))
         elif kind == "view":
-            member.tell(reply | {"view": self.view()})
+            member.send(reply | {"view": self._status()})
+
+    def _on_node_message(self, message: Message) -> None:
+        """On the head: handle another node's message about the job."""
+        kind = message["t"]
+        if kind == "report_failure":
+            self._decision.report_failure(FailureReport.from_json(message["failure"]))
+        elif kind == "retract":
+            self._decision.retract(str(message["key"]))
+        elif kind == "serving":
+            self._on_serving(message)
+        elif kind == "drain":
+            self._ending.request_drain(str(message["reason"]))
+        elif kind == "end":
+            self._ending.end_part(End.from_json(message), lambda: None)
+
+    def _on_head_message(self, message: Message) -> None:
+        """On another node: handle the head's message about the job."""
+        kind = message["t"]
+        if kind == "root_cause":
+            self._decision.declare(RootCause.from_json(message["root_cause"]))
+        elif kind == "stacks":
+            self._ask_for_stacks()
+        elif kind == "all-serve":
+            self._serving.on_all(message)
+        elif kind == "drain":
+            self._ending.request_drain(str(message["reason"]))
+        elif kind == "all-drained":
+            self._ending.on_all_drained()
+        elif kind in ("end", "bye"):
+            self._peers.send_up({"t": "end-known"})
+            self._ending.finish(End.from_json(message) if kind == "end" else End())
+
+    def _on_head_joined(self) -> None:
+        """Tell the head what has happened before it could be reached."""
+        for message in (*self._decision.reports(), *self._ending.drain_events()):
+            self._peers.send_up(message)
+
+    def _on_serving(self, message: Message) -> None:
+        """Record that an endpoint admits requests."""
+        if self._peers.uplink is not None:
+            self._peers.send_up(message)
+        elif self._serving.on_endpoint(message):
+            self._peers.broadcast(self._serving.event())
+
+    # Configuration.
 
     def _listen(self, address: str) -> Message:
         try:
-            self.head = self.head or Head(self, self.loop, address)
+            self._peers.head = self._peers.head or Head(
+                self._state, self._decision, self._loop, address, self._events, self._on_node_message
+            )
         except OSError as problem:
             return {"error": f"the watcher can't listen at {address}: {problem.strerror}"}
-        return {"port": self.head.port}
+        return {"port": self._peers.head.port}
 
     def _open_probe(self, port: int) -> Message:
         try:
-            self.probe = self.probe or Probe(self, self.loop, port)
+            self._probe = self._probe or Probe(
+                self._loop, port, lambda: self._state.now, self._status_for_probes, self._members.troubles
+            )
         except OSError as problem:
             return {"error": problem.strerror or str(problem)}
-        return {"port": self.probe.port}
+        return {"port": self._probe.port}
 
     def _configure(self, config: WatchConfig) -> Message:
-        if self.config is not None:
-            same = self.config == config
-            return {} if same else {"error": "the watcher is configured already, differently"}
-        if config.node == 0 and len(config.hosts) > 1 and self.head is None:
+        state, peers = self._state, self._peers
+        if state.config is not None:
+            return {} if state.config == config else {"error": "the watcher has another configuration already"}
+        if config.node == 0 and len(config.hosts) > 1 and peers.head is None:
             return {"error": "the head's watcher does not listen yet: call listen() first"}
-        self.config = config
-        self.host = config.hosts[config.node]
-        self._grace_s = config.grace_s
-        self._set_limits(Limits(config.rank_timeout, config.step_timeout, config.expect_turns))
-        self.members.tell(self.rules())
+        state.configure(config)
+        self._members.send(state.rules())
         if config.node != 0:
-            # Which host is the head comes out at the rendezvous only, so others may have listened too.
-            if self.head is not None:
-                self.head.close()
-                self.head = None
-            self.uplink = Uplink(self, self.loop, config)
-        elif self.head is not None:
-            self.head.configure(config)
-        self._next_beat = self.now
+            # Before the rendezvous no node knows whether it is the head, so other nodes may have listened too.
+            if peers.head is not None:
+                peers.head.close()
+                peers.head = None
+            peers.uplink = Uplink(
+                state, self._decision, self._loop, config, self._on_head_joined, self._on_head_message
+            )
+        elif peers.head is not None:
+            peers.head.accept()
+        self._next_beat = state.now
         return {}
 
-    def rules(self) -> Message:
-        """What members must know of the limits."""
-        return {
-            "t": "watch",
-            "host": self.host,
-            "rank_timeout": self.limits.rank_timeout,
-            "grace_s": self._grace_s,
-        }
+    # What others are told.
 
-    def greeting(self) -> list[Message]:
-        """What has happened before a new member came."""
-        if self.root_cause is not None:
-            self._kill_at = self.now + self._grace_s
+    def _greeting(self) -> list[Message]:
+        """Return what has happened before a new member came."""
+        if self._decision.root_cause is not None:
+            self._kill_at = self._state.now + self._state.grace_s
         return self._outcome()
 
-    def events(self) -> list[Message]:
-        """What a newly connected host or follower must know."""
-        serving = [self.serving.events()] if self.serving.all else []
-        return self._outcome() or self.drain.events() or serving
+    def _events(self) -> list[Message]:
+        """Return what a newly connected node or subscriber must know."""
+        serving = [self._serving.event()] if self._serving.all else []
+        return self._outcome() or self._ending.drain_events() or serving
 
     def _outcome(self) -> list[Message]:
-        if self.root_cause is not None:
-            return [{"t": "root_cause", "root_cause": self.root_cause.to_json()}]
-        return [self._end_event()] if self.has_ended else []
+        root_cause = self._decision.root_cause
+        if root_cause is not None:
+            return [{"t": "root_cause", "root_cause": root_cause.to_json()}]
+        return [self._ending.end_event()] if self._decision.has_ended else []
 
-    def _end_event(self) -> Message:
-        return {"t": "end", **self._end.to_json()}
+    def _status(self) -> Message:
+        """Return the status of the job as this watcher sees it."""
+        state, decision, head = self._state, self._decision, self._peers.head
+        tables: dict[int, tuple[list[Message], float]] = {state.node: (self._members.table(), 0.0)}
+        if head is not None:
+            tables |= {number: (node.table, state.now - node.heard) for number, node in head.nodes.items()}
+        return status.build(
+            self.round_id,
+            state.node,
+            state.hostnames,
+            state.ranks,
+            tables,
+            restarts=self._restarts,
+            serving=self._serving.all,
+            history=self._serving.history,
+            draining=self._ending.drain_reason,
+            ended=decision.has_ended,
+            root_cause=decision.root_cause.to_json() if decision.root_cause is not None else None,
+        )
 
-    def joined(self) -> None:
-        """The head can be reached: tell it what has happened so far."""
-        assert self.uplink is not None
-        for failure in self._arbiter.heard:
-            self.uplink.tell({"t": "report_failure", "failure": failure.to_json()})
-        for message in self.drain.events():
-            self.uplink.tell(message)
-
-    # Serving, drain and normal end.
-
-    def serves(self, message: Message) -> None:
-        """An endpoint takes requests."""
-        if self.uplink is not None:
-            self.uplink.tell(message)
-        elif self.serving.hear(message) and self.head is not None:
-            self.head.broadcast(self.serving.events())
-
-    def request_drain(self, reason: str) -> None:
-        """Somebody wants the job to finish what it does and end.
-
-        torchrun asks for it too when one of its ranks has died: then the job has failed, and says so soon.
-        """
-        if not self._arbiter.has_death:
-            self.drain.request(reason)
-
-    def end(self, then: Callable[[], None], end: End) -> None:
-        """A part of the job has ended normally; `then` is called when all have, and all hosts know."""
-        first = self._arbiter.first() if self._arbiter.has_death else None
-        if first is not None:
-            # Ranks of other hosts must not end with code 0: their agents would take no part in a restart.
-            self._declare(first)
-            return
-        if self.uplink is not None and self.uplink.is_joined:
-            # The head answers with the same message once all parts have ended.
-            self._after_end.append(then)
-            self.uplink.tell({"t": "end", **end.to_json()})
-            return
-        self._ends.append(end)
-        self._at_end.append(then)
-        parts = {one.part for one in self._ends}
-        if len(parts) < end.of:
-            return
-        early = {one.part for one in self._ends if one.early} == parts
-        self.ended(End(code=max(one.code for one in self._ends), early=early))
-        waiting, self._at_end = self._at_end, []
-        for then in waiting:
-            if self.head is not None:
-                self.head.end(self._end_event(), then)
-            else:
-                then()
-
-    def ended(self, end: End) -> None:
-        """From now on deaths are no failures; ranks end as `end` says."""
-        if not self.over:
-            self.has_ended, self._end = True, end
-            self._kill_at = self.now + _END_S
-            self.followers.tell(self._end_event())
-            self.members.tell(self._end_event())
-        waiting, self._after_end = self._after_end, []
-        for then in waiting:
-            then()
-
-    def view(self) -> Message:
-        """The job as this watcher sees it."""
-        return status.build(self)
-
-    def troubles(self) -> list[Message]:
-        """See `Members.troubles`."""
-        return self.members.troubles()
+    def _status_for_probes(self) -> Message:
+        """Return the status, built once per turn of the loop: anybody may connect to the probe port."""
+        if self._probe_status is None:
+            self._probe_status = self._status()
+        return self._probe_status
 
     def _may_leave(self) -> bool:
-        if self.members.alive or self._ancestors.parent_may_join:
+        if self._members.alive or self._ancestors.parent_may_register:
             self._alone_since = None
             return False
         if self._alone_since is None:
-            self._alone_since = self.now
-        first = self._arbiter.first()
-        if first is not None and not self.over:
-            if self.now - self._alone_since < _REPORT_S:
+            self._alone_since = self._state.now
+        first = self._decision.first
+        if first is not None and not self._decision.over:
+            if self._state.now - self._alone_since < _ALONE_S:
                 return False
-            if self.uplink is None:
-                self._declare(first)
-        farewell: Message = {"t": "bye"}
-        if self.uplink is not None:
-            self.uplink.tell(farewell)
-        if self.head is not None:
-            self.head.broadcast(farewell)
-        if self.root_cause is not None:
-            # Behind everything that this host's members have printed.
-            log(f"the job has failed: {self.root_cause.cause}")
+            if self._peers.uplink is None:
+                self._decision.declare_report(first)
+        self._peers.send_up({"t": "bye"})
+        self._peers.broadcast({"t": "bye"})
+        if self._decision.root_cause is not None:
+            # After everything that this node's members have printed.
+            log(f"the job has failed: {self._decision.root_cause.cause}")
         return True
