@@ -116,22 +116,22 @@ class Head:
             self._drop(stranger, "said nothing")
         if config is None or self._court.over:
             return
-        for number in range(1, len(config.hosts)):
-            where = descriptions.host(config.hosts[number], config.ranks[number])
+        for number in range(1, len(config.hostnames)):
+            where = descriptions.node(config.hostnames[number], config.ranks[number])
             node = self.nodes.get(number)
             if node is None:
                 if now - self._configured_at > config.join_timeout:
                     self._report_failure(number, descriptions.not_joined(where, config.join_timeout), None)
             elif not node.left and now - node.heard > silence_s(config.rank_timeout):
                 self._report_failure(
-                    number, descriptions.host_silent(where, now - node.heard), now - node.heard
+                    number, descriptions.node_silent(where, now - node.heard), now - node.heard
                 )
 
     def _report_failure(self, number: int, cause: str, age_s: float | None) -> None:
         assert self._config is not None
         ranks = self._config.ranks[number]
         rank = ranks[0] if len(ranks) == 1 else None
-        host = self._config.hosts[number]
+        host = self._config.hostnames[number]
         self._court.report_failure(
             FailureReport(host_key(number), Weight.HOST, cause, rank, host, number, age_s)
         )
@@ -175,7 +175,7 @@ class Head:
             str(message["round_id"]).encode(), self._config.round_id.encode()
         ):
             raise BadLine("it belongs to another run")
-        if not 0 < number < len(self._config.hosts) or number in self.nodes:
+        if not 0 < number < len(self._config.hostnames) or number in self.nodes:
             raise BadLine(f"node {number} is not expected, or here already")
         node.seal.mix(str(message["nonce"]))
         node.conn.trust()
@@ -220,11 +220,11 @@ class Head:
         self._check_end()
         if not left and not self._court.over:
             assert self._config is not None
-            where = descriptions.host(self._config.hosts[node.number], self._config.ranks[node.number])
+            where = descriptions.node(self._config.hostnames[node.number], self._config.ranks[node.number])
             log(f"the connection from {where} is closed{f': {reason}' if reason else ''}")
             silent_s = self._court.now - node.heard
             self._report_failure(
-                node.number, descriptions.host_lost(where, silent_s, self._config.rank_timeout), silent_s
+                node.number, descriptions.node_lost(where, silent_s, self._config.rank_timeout), silent_s
             )
 
     def _drop(self, stranger: Node, reason: str) -> None:

@@ -225,7 +225,7 @@ class Members:
             if not member.excused:
                 weight = Weight.PEER if message.get("peer") else Weight.OWN
                 self._report_failure(
-                    member, "end", weight, descriptions.said(self._who(member), str(message["cause"]))
+                    member, "end", weight, descriptions.own_report(self._who(member), str(message["cause"]))
                 )
             member.excused = True
         else:

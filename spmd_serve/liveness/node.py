@@ -72,12 +72,12 @@ class Uplink:
         if self.is_joined:
             if now - self._heard > silence_s(config.rank_timeout):
                 self._report_failure(
-                    descriptions.host_silent(f"the head, {self._head()}", now - self._heard),
+                    descriptions.node_silent(f"the head, {self._head()}", now - self._heard),
                     now - self._heard,
                 )
         elif not self._was_joined:
             if now - self._since > config.join_timeout:
-                where = descriptions.host(config.hosts[config.node], config.ranks[config.node])
+                where = descriptions.node(config.hostnames[config.node], config.ranks[config.node])
                 address, port = config.head_address, config.head_port
                 limit = config.join_timeout
                 self._report_failure(
@@ -88,13 +88,13 @@ class Uplink:
                 self._try()
 
     def _head(self) -> str:
-        return descriptions.host(self._config.hosts[0], self._config.ranks[0])
+        return descriptions.node(self._config.hostnames[0], self._config.ranks[0])
 
     def _report_failure(self, cause: str, age_s: float | None) -> None:
         ranks = self._config.ranks[0]
         rank = ranks[0] if len(ranks) == 1 else None
         self._court.report_failure(
-            FailureReport(HEAD_KEY, Weight.HOST, cause, rank, self._config.hosts[0], 0, age_s)
+            FailureReport(HEAD_KEY, Weight.HOST, cause, rank, self._config.hostnames[0], 0, age_s)
         )
 
     # Connecting.
@@ -196,4 +196,4 @@ class Uplink:
             log(f"the connection to the head is closed{f': {reason}' if reason else ''}")
             silent_s = self._court.now - self._heard
             where = f"the head, {self._head()}"
-            self._report_failure(descriptions.host_lost(where, silent_s, self._config.rank_timeout), silent_s)
+            self._report_failure(descriptions.node_lost(where, silent_s, self._config.rank_timeout), silent_s)

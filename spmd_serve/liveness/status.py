@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def build(watcher: "Watcher") -> Message:
     """The job on the head; elsewhere this host alone. Ages are seconds, the clock is Unix time."""
     config = watcher.config
-    names: Sequence[str] = config.hosts if config is not None else (watcher.host,)
+    names: Sequence[str] = config.hostnames if config is not None else (watcher.host,)
     own = config.node if config is not None else 0
     tables: dict[int, tuple[list[Message], float]] = {own: (watcher.members.table(), 0.0)}
     if watcher.head is not None:
@@ -26,10 +26,10 @@ def build(watcher: "Watcher") -> Message:
         "restarts": watcher.restarts,
         "node": own,
         "clock": time.time(),
-        "hosts": [
+        "nodes": [
             {
                 "node": number,
-                "host": name,
+                "hostname": name,
                 "ranks": list(config.ranks[number]) if config is not None else [],
                 "seen_s_ago": round(tables[number][1], 3) if number in tables else None,
             }
@@ -82,7 +82,7 @@ def _aged(row: Message, node: int, host: str, silent_s: float) -> Message:
     aged = {
         name: round(row[name] + silent_s, 3) for name in ("age_s", "in_flight_s") if row.get(name) is not None
     }
-    return {"node": node, "host": host, **row, **aged}
+    return {"node": node, "hostname": host, **row, **aged}
 
 
 def socket_name(address: str) -> str:

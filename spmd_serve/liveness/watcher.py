@@ -119,7 +119,7 @@ class Watcher:
 
     def host_of(self, rank: int) -> str:
         """The host of a rank of the job."""
-        nodes = zip(self.config.hosts, self.config.ranks, strict=True) if self.config is not None else ()
+        nodes = zip(self.config.hostnames, self.config.ranks, strict=True) if self.config is not None else ()
         return next((host for host, ranks in nodes if rank in ranks), self.host)
 
     def report_failure(self, failure: FailureReport) -> None:
@@ -204,7 +204,7 @@ class Watcher:
         try:
             self.head = self.head or Head(self, self.loop, address)
         except OSError as problem:
-            return {"error": f"the watcher can't listen at {address}: {problem.strerror}"}
+            return {"error": f"the watcher cannot listen at {address}: {problem.strerror}"}
         return {"port": self.head.port}
 
     def _open_probe(self, port: int) -> Message:
@@ -218,10 +218,10 @@ class Watcher:
         if self.config is not None:
             same = self.config == config
             return {} if same else {"error": "the watcher is configured already, differently"}
-        if config.node == 0 and len(config.hosts) > 1 and self.head is None:
+        if config.node == 0 and len(config.hostnames) > 1 and self.head is None:
             return {"error": "the head's watcher does not listen yet: call listen() first"}
         self.config = config
-        self.host = config.hosts[config.node]
+        self.host = config.hostnames[config.node]
         self._grace_s = config.grace_s
         self._set_limits(Limits(config.rank_timeout, config.step_timeout, config.expect_turns))
         self.members.tell(self.rules())
@@ -240,7 +240,7 @@ class Watcher:
         """What members must know of the limits."""
         return {
             "t": "watch",
-            "host": self.host,
+            "hostname": self.host,
             "rank_timeout": self.limits.rank_timeout,
             "grace_s": self._grace_s,
         }

@@ -80,10 +80,10 @@ def test_a_rank_killed_under_streams_and_a_stopped_one(tiny_qwen3: Path, tmp_pat
         expected = job.endpoint.greedy(PROMPTS[:2], 16)
         victim = job.endpoint.pid("rank 1")
         text = comes_back(job, "rank 1", kill, expected, note, CLIENTS)
-        assert f"rank 1 (pid {victim}, host {os.uname().nodename}) was killed by SIGKILL" in text
+        assert f"rank 1 (pid {victim}, node {os.uname().nodename}) was killed by SIGKILL" in text
         victim = job.endpoint.pid("rank 0")
         text = comes_back(job, "rank 0", freeze, expected, note, 0)
-        assert f"rank 0 (pid {victim}, host {os.uname().nodename}) has been stopped (SIGSTOP)" in text
+        assert f"rank 0 (pid {victim}, node {os.uname().nodename}) has been stopped (SIGSTOP)" in text
 
 
 @pytest.mark.by_hand  # six starts of an engine for each

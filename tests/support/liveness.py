@@ -196,7 +196,7 @@ class Job:
         """The configuration of one node."""
         values: dict[str, Any] = {
             "node": node,
-            "hosts": tuple("abcdef"[: len(self.hosts)]),
+            "hostnames": tuple("abcdef"[: len(self.hosts)]),
             "ranks": self._ranks,
             "head_address": "127.0.0.1",
             "head_port": port,
@@ -219,7 +219,7 @@ class Job:
     def all_seen(self) -> bool:
         """Whether the head's watcher hears those of all hosts."""
         view = self.hosts[0].ranks[0].link("view", PATIENCE_S)
-        return all(host["seen_s_ago"] is not None for host in view["hosts"])
+        return all(node["seen_s_ago"] is not None for node in view["nodes"])
 
     def all_gone(self) -> None:
         """Wait until every process that was noted is gone, but the agents."""

@@ -18,7 +18,7 @@ LIMIT_S = 10.0
 VERDICT = {
     "cause": "rank 1 is gone",
     "rank": 1,
-    "host": "b",
+    "hostname": "b",
     "detected_at": 1000.0,
     "detect_s": 0.3,
 }
@@ -26,15 +26,15 @@ VERDICT = {
 
 def view_of(**changes: Any) -> dict[str, Any]:
     """What a watcher of two ranks and a driver shows."""
-    rank = {"kind": "rank", "host": "a", "state": "ready", "steps": 7, "age_s": 0.5, "busy_s": 1.25}
+    rank = {"kind": "rank", "hostname": "a", "state": "ready", "steps": 7, "age_s": 0.5, "busy_s": 1.25}
     members = [
         rank | {"name": "rank 0", "rank": 0, "in_flight_s": None},
-        rank | {"name": "rank 1", "rank": 1, "host": 'b"\\', "in_flight_s": 0.125},
+        rank | {"name": "rank 1", "rank": 1, "hostname": 'b"\\', "in_flight_s": 0.125},
         {
             "kind": "engine",
             "name": "engine core",
             "rank": None,
-            "host": "a",
+            "hostname": "a",
             "state": "ready",
             "sent": 9,
             "host_bytes": 450,
@@ -45,7 +45,7 @@ def view_of(**changes: Any) -> dict[str, Any]:
     view = {
         "round_id": "abc",
         "restarts": 2,
-        "hosts": [{"host": "a", "seen_s_ago": 0.0}, {"host": "b", "seen_s_ago": None}],
+        "nodes": [{"hostname": "a", "seen_s_ago": 0.0}, {"hostname": "b", "seen_s_ago": None}],
         "members": members,
         "serving": True,
         "history": {},

@@ -223,11 +223,8 @@ class TestPatience:
 
 
 class TestWords:
-    def test_ranks(self) -> None:
-        assert descriptions.ranks([3]) == "rank 3"
-        assert descriptions.ranks([4, 5, 6, 7]) == "ranks 4-7"
-        assert descriptions.ranks([0, 2, 3, 9]) == "ranks 0, 2-3, 9"
-        assert descriptions.host("b", [4, 5]) == "host b (ranks 4-5)"
+    def test_nodes(self) -> None:
+        assert descriptions.node("b", [4, 5]) == "node b (ranks 4-5)"
 
     def test_seconds(self) -> None:
         texts = [descriptions.seconds(value) for value in (0.5, 1.04, 1.5, 10.2, 300.4)]
@@ -237,22 +234,22 @@ class TestWords:
         who = descriptions.member("rank 3", 123, "b")
         assert (
             descriptions.ended(who, None, False)
-            == "rank 3 (pid 123, host b) was killed or crashed without a word"
+            == "rank 3 (pid 123, node b) was killed or crashed without reporting an error"
         )
         assert descriptions.ended(who, Ending(None, 9), True) == (
-            "rank 3 (pid 123, host b) was killed by SIGKILL; the kernel's OOM killer was at work on that host"
+            "rank 3 (pid 123, node b) was killed by SIGKILL; the kernel's OOM killer was active on that node"
         )
         assert descriptions.ended(who, Ending(None, 99), False).endswith("was killed by signal 99")
         assert descriptions.ended(who, Ending(7, None), False).endswith(
-            "ended with exit code 7 without a word"
+            "ended with exit code 7 and reported no error"
         )
 
     def test_a_lost_host_was_silent_or_went_at_once(self) -> None:
-        assert "its watcher is gone (killed" in descriptions.host_lost("host b", 0.5, 10.0)
-        assert descriptions.host_lost("host b", 9.9, 10.0).startswith("host b has been silent for 9.9 s")
+        assert "its watcher is gone (killed" in descriptions.node_lost("node b", 0.5, 10.0)
+        assert descriptions.node_lost("node b", 9.9, 10.0).startswith("node b has been silent for 9.9 s")
 
     def test_reports_are_one_line(self) -> None:
-        assert descriptions.said("rank 1", "ValueError:\n  bad\n") == "rank 1: ValueError: bad"
+        assert descriptions.own_report("rank 1", "ValueError:\n  bad\n") == "rank 1: ValueError: bad"
 
 
 class TestWire:
@@ -323,7 +320,7 @@ class TestRecords:
         assert RootCause.from_json(root_cause.to_json()) == root_cause
 
     @pytest.mark.parametrize(
-        "wrong", [{"node": 2}, {"hosts": ("a",)}, {"rank_timeout": 0.0}, {"grace_s": -1.0}]
+        "wrong", [{"node": 2}, {"hostnames": ("a",)}, {"rank_timeout": 0.0}, {"grace_s": -1.0}]
     )
     def test_nonsense_is_refused(self, wrong: dict[str, object]) -> None:
         with pytest.raises(ValueError):
