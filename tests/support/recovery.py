@@ -25,8 +25,8 @@ SERVE_S = 90.0
 ASK_S = 2.0
 
 Round = dict[str, Any]
-"""A light job's answer: round id, DP, hostnames, pids of the ranks, and `detected_at`: when the root cause of
-last failure was declared (Unix time), 0 without a failure."""
+"""A light job's answer: round id, DP, hostnames, pids of the ranks, and `detected_at`: the Unix time at
+which the root cause of the last failure was declared, 0 without a failure."""
 
 
 def detected(at: float, clock: float) -> str:
@@ -105,7 +105,7 @@ def light_job(
     shared_store: bool = False,
     hosts: Hosts | None = None,
 ) -> Iterator[LightJob]:
-    """Yield a job of `agents` torchruns on this machine (or one on each of `hosts`), to be started by `start`.
+    """Yield a job of `agents` torchruns on this machine (or one on each of `hosts`); `start` starts it.
 
     shared_store: torchrun's default, in which its agent serves the store of the ranks; see UNSHARED.
     """

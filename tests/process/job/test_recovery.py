@@ -118,13 +118,13 @@ def test_a_cut_link_ends_the_job_on_both_sides_and_the_node_joins_again(
     can_simulate_hosts: None, tmp_path: Path, note: Note
 ) -> None:
     with Hosts("node0", "node1") as hosts:
-        flags = ("-tp=1", "-dp=auto")  # the default --rank-timeout of 10 s
+        flags = ("-tp=1", "-dp=auto", "--rank-timeout=5")
         with light_job(tmp_path, *flags, nnodes="1:2", max_restarts=3, hosts=hosts) as job:
             job.start()
             now = job.served()
             while now["dp"] < 2:
                 now = job.served(now)
-            now = recovers(job, now, "link cut, --rank-timeout 10", lambda: hosts.cut("node1"), note, 35.0)
+            now = recovers(job, now, "link cut, --rank-timeout 5", lambda: hosts.cut("node1"), note, 35.0)
             assert now["dp"] == 1
             assert "node node1 (rank 1) has been silent for" in job.servers[0].text()
             job.servers[1].end()

@@ -45,7 +45,7 @@ def test_kill_9_is_told_to_the_others_at_once(job: Job) -> None:
 def test_the_default_answer_is_one_line_and_exit_code_1(job: Job) -> None:
     host = job.host(0)
     other = job.actor("other")
-    host.join(other, "rank", "rank 1", 1, default_verdict=True)
+    host.join(other, "rank", "rank 1", 1, default_callback=True)
     host.ranks[0].kill()
     assert other.process.wait(PATIENCE_S) == 1
     assert other.log.read_text().count("rank 0 (pid") == 1
@@ -321,6 +321,7 @@ def test_the_watcher_goes_when_nobody_ever_connected(job: Job) -> None:
     wait_until(refused, 10.0, "the end of the watcher")
 
 
+@pytest.mark.by_hand  # waits 10 s for one timer of the watcher
 def test_who_stays_after_the_normal_end_is_killed(job: Job) -> None:
     host = job.host(0, 1)
     job.configure()
