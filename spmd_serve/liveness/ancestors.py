@@ -49,7 +49,7 @@ class Ancestors:
         return any(member.pid == self._parent for member in self._members.all)
 
     def check_agent(self) -> None:
-        """Check at a member's death whether the agent is its cause, though the agent's last thread still runs."""
+        """Check at a member's death whether the agent, whose last thread may still run, is its cause."""
         if self._agent is not None and self._agent_stat is not None:
             look = self._agent_stat.read()
             if look is None or look.dying:

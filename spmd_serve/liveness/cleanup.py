@@ -1,4 +1,4 @@
-"""What a round of a job makes on a host and leaves there when it is killed: local sockets, shared memory."""
+"""Files that a round may leave behind when it is killed: vLLM's socket folder and names in /dev/shm."""
 
 import glob
 import os
@@ -10,21 +10,24 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
-"""vLLM's, for the folder of its local sockets."""
-_LONGEST = 70
-"""Characters of the folder's path: a socket's whole path has 107 at most, and vLLM adds a UUID."""
+"""vLLM's variable for the folder of its local sockets."""
+_MAX_FOLDER_CHARS = 70
+"""A socket's whole path may have 107 characters, and vLLM appends a UUID to the folder."""
 SHARED = Path("/dev/shm")
 
 
 def scratch_folder(watcher: str) -> Path:
-    """Where it is, for the processes that know the address of their host's watcher."""
+    """Return the round's socket folder, given the address of the node's watcher."""
     return Path(tempfile.gettempdir(), watcher.removeprefix("@"))
 
 
 def make_scratch(watcher: str) -> Path | None:
-    """Make it, or find that another process of this user has; None where that is not possible."""
+    """Create the folder, or find the one that another process of this user has created.
+
+    Return None if neither is possible.
+    """
     folder = scratch_folder(watcher)
-    if len(str(folder)) > _LONGEST:
+    if len(str(folder)) > _MAX_FOLDER_CHARS:
         return None
     try:
         folder.mkdir(mode=0o700)
@@ -37,26 +40,27 @@ def make_scratch(watcher: str) -> Path | None:
 
 
 def use_scratch(watcher: str, environ: MutableMapping[str, str]) -> None:
-    """Have vLLM in this process and below use it, unless the user has named a folder."""
+    """Make vLLM in this process and its children use the folder, unless the user has set another one."""
     if VARIABLE not in environ and (folder := make_scratch(watcher)):
         environ[VARIABLE] = str(folder)
 
 
 def remove_scratch(watcher: str) -> None:
-    """The watcher's last deed, when no process of the round is left."""
+    """Remove the folder; the watcher does this when no process of the round is left."""
     shutil.rmtree(scratch_folder(watcher), ignore_errors=True)
 
 
 def shared_name(round_id: str, replica: int, machine: str) -> str:
-    """How a rank's names in /dev/shm begin: alike for those ranks of a replica that see the same /dev/shm.
+    """Return the prefix of a rank's names in /dev/shm, equal for ranks of a replica that share a /dev/shm.
 
-    `machine`: the boot id. Containers of one machine have a /dev/shm each, with a device number each.
+    `machine` is the boot id. Containers on one machine have separate /dev/shm mounts, each with its own
+    device number, which is therefore part of the prefix.
     """
     place = f"{machine}/{os.uname().nodename}/{SHARED.stat().st_dev if SHARED.is_dir() else 0}"
     return f"{round_id}r{replica}m{zlib.crc32(place.encode()):08x}"
 
 
-def remove_shared(beginning: str) -> None:
-    """Take these names out of /dev/shm; who has the memory open keeps it."""
-    for path in SHARED.glob(f"{glob.escape(beginning)}*") if beginning else ():
+def remove_shared(prefix: str) -> None:
+    """Unlink all names in /dev/shm with this prefix, none if it is empty; open mappings stay valid."""
+    for path in SHARED.glob(f"{glob.escape(prefix)}*") if prefix else ():
         path.unlink(missing_ok=True)

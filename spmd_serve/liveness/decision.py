@@ -16,8 +16,9 @@ _HANGS = (Weight.HUNG, Weight.IDLE_DRIVER, Weight.IDLE)
 class RootCauseDecision:
     """Every part of the watcher reports failures here.
 
-    `send_up(message)` passes a report to the head's watcher, if this is not the head; `head_decides()` tells whether
-    that one can be reached. `on_hang` is called for reports of a hang, and `on_declared` once, with the root cause.
+    `send_up(message)` passes a report to the head's watcher, if this is not the head; `head_decides()` tells
+    whether that one can be reached. `on_hang` is called for reports of a hang, and `on_declared` once, with
+    the root cause.
     """
 
     def __init__(self, state: WatcherState) -> None:

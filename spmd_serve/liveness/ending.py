@@ -47,8 +47,8 @@ class EndProtocol:
     def request_drain(self, reason: str) -> None:
         """Make the job finish what it does and end: all API servers stop admitting requests.
 
-        torchrun asks for it too when one of its ranks has died. Then the job has failed, and its root cause will be
-        declared soon: nothing drains.
+        torchrun asks for it too when one of its ranks has died. Then the job has failed, and its root cause
+        will be declared soon: nothing drains.
         """
         if self._decision.has_death or self.drain_reason is not None:
             return
@@ -81,8 +81,8 @@ class EndProtocol:
     def _all_nodes_drained(self) -> bool:
         """Return whether nothing is in flight on any other node; nothing is in flight on this one.
 
-        Replicas of a mixture-of-experts model need each other for every step. This wait needs no deadline: a living
-        watcher comes here within its subscribers' time, and a dead one ends the job.
+        Replicas of a mixture-of-experts model need each other for every step. This wait needs no deadline: a
+        living watcher comes here within its subscribers' time, and a dead one ends the job.
         """
         head, uplink = self._peers.head, self._peers.uplink
         if self._everything_drained or self._state.config is None:

@@ -1,11 +1,11 @@
 """The watcher's event loop, and its non-blocking connections that carry lines.
 
-The loop is written by hand instead of with asyncio, because the watcher is forked by a rank before anything large is
-imported and must stay small: asyncio adds imports and memory to every node, and the order in which the loop
-serves sockets and pidfds matters here (see `Loop.wait`).
+The loop is written by hand instead of with asyncio, because the watcher is forked by a rank before anything
+large is imported and must stay small: asyncio adds imports and memory to every node, and the order in which
+the loop serves sockets and pidfds matters here (see `Loop.wait`).
 
-An exception that a connection's handler raises never leaves that connection: the connection is closed with the reason,
-and everything else goes on.
+An exception that a connection's handler raises never leaves that connection: the connection is closed with
+the reason, and everything else goes on.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Loop:
         self._selector.register(fd, events, (0, callback))
 
     def watch_end(self, pidfd: int, callback: Callable[[int], None]) -> None:
-        """Call `callback(events)` when the process of `pidfd` has ended, after all sockets of the same turn."""
+        """Call `callback(events)` after all sockets of the turn in which the process of `pidfd` has ended."""
         self._selector.register(pidfd, selectors.EVENT_READ, (1, callback))
 
     def change(self, fd: int, callback: Callable[[int], None], events: int) -> None:
@@ -128,8 +128,8 @@ class Connection:
     ) -> None:
         """Start to read. A line has at most `longest` bytes.
 
-        `on_close(reason)` is called once: when the peer closes, on an error, for a line that is too long, and when
-        `on_line` raises.
+        `on_close(reason)` is called once: when the peer closes, on an error, for a line that is too long, and
+        when `on_line` raises.
         """
         sock.setblocking(False)
         self.sock = sock
@@ -223,7 +223,9 @@ class Connection:
             self.close()
             return
         reads = 0 if self._is_last else selectors.EVENT_READ
-        self._loop.change(self.sock.fileno(), self._ready, reads | (selectors.EVENT_WRITE if self._out else 0))
+        self._loop.change(
+            self.sock.fileno(), self._ready, reads | (selectors.EVENT_WRITE if self._out else 0)
+        )
 
     def _lost(self, reason: str) -> None:
         self.close()

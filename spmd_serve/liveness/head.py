@@ -1,4 +1,4 @@
-"""The head's side of the connections between watchers: one TCP connection from the watcher of every other node."""
+"""The head's side of the connections between watchers: one from the watcher of every other node."""
 
 import hmac
 import secrets
@@ -131,7 +131,7 @@ class Head:
                     self._report(number, descriptions.not_joined(where, config.join_timeout), None)
             elif not known.left and now - known.heard > silence_s(config.rank_timeout):
                 age_s = now - known.heard
-                self._report(number, descriptions.host_silent(where, age_s), age_s)
+                self._report(number, descriptions.node_silent(where, age_s), age_s)
 
     def _report(self, number: int, cause: str, age_s: float | None) -> None:
         rank, hostname = self._state.only_rank(number), self._state.hostnames[number]
@@ -208,7 +208,7 @@ class Head:
             where, silent_s = self._state.describe(node.number), self._state.now - node.heard
             log(f"the connection from {where} is closed{f': {reason}' if reason else ''}")
             rank_timeout = self._state.limits.rank_timeout
-            self._report(node.number, descriptions.host_lost(where, silent_s, rank_timeout), silent_s)
+            self._report(node.number, descriptions.node_lost(where, silent_s, rank_timeout), silent_s)
 
     def _drop(self, node: Node, reason: str) -> None:
         node.connection.close()

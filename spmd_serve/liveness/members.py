@@ -1,4 +1,4 @@
-"""The members of this node: which processes are registered, which are alive, and whether each makes progress."""
+"""The members of this node: which processes are registered and alive, and whether they make progress."""
 
 import errno
 import os
@@ -48,7 +48,7 @@ class Member:
         self.connection.send(pack(message))
 
     def row(self, reading: EntryReading | None) -> Message:
-        """Return the member for the status of the job; `reading` is None if it is gone. Ages are in seconds."""
+        """Return the member's row of the status; `reading` is None if it is gone. Ages are in seconds."""
         now, state, since = time.monotonic(), "gone", 0.0
         if reading is not None:
             state = "stopped" if self.look is not None and self.look.stopped else reading.state
@@ -75,9 +75,9 @@ class Member:
 class MemberCallbacks:
     """What the watcher does for its members.
 
-    status(): the status of the job.  greeting(): what has happened before a new member came.  events(): the same for a
-    new subscriber.  on_request(member, message): a message that is not about the member itself.  on_death(): a member
-    has died, and its failure is not reported yet.
+    status(): the status of the job.  greeting(): what has happened before a new member came.  events(): the
+    same for a new subscriber.  on_request(member, message): a message that is not about the member itself.
+    on_death(): a member has died, and its failure is not reported yet.
     """
 
     status: Callable[[], Message]
@@ -246,7 +246,7 @@ class Members:
         elif kind == "failed":
             if not member.excused:
                 weight = Weight.PEER if message.get("peer") else Weight.OWN
-                cause = descriptions.said(self._describe(member), str(message["cause"]))
+                cause = descriptions.own_report(self._describe(member), str(message["cause"]))
                 self._report(member, "end", weight, cause)
             member.excused = True
         else:
@@ -318,8 +318,9 @@ class Members:
         member.stat.close()
         member.connection.close()
         self._status_table.give_back(member.entry)
-        # The main thread of a killed process, and so its children, may be dead a good while before its last thread
-        # is: check the others now, so that an ancestor is reported at the same moment as its descendants.
+        # The main thread of a killed process, and so its children, may be dead a good while before its last
+        # thread is: check the others now, so that an ancestor is reported at the same moment as its
+        # descendants.
         for other in self.alive:
             self._check(other)
 

@@ -1,4 +1,4 @@
-"""A watcher's view as Prometheus text, for the head's /metrics and for each node's probe port. Pure."""
+"""Prometheus text of a watcher's view, for the head's /metrics and for each node's probe port. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -7,37 +7,41 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Labels = Mapping[str, object]
 
-# Of a rank's row: name, kind, what it says.
+# Key in a member's row, metric name, metric type, help text.
 _OF_RANKS = (
     ("age_s", "rank_sign_age_seconds", "gauge", "Seconds since the rank's last sign of life."),
-    ("steps", "rank_steps_total", "counter", "Driver's messages that the rank has carried out."),
-    ("busy_s", "rank_busy_seconds_total", "counter", "Seconds that the rank has spent carrying them out."),
-    ("in_flight_s", "rank_step_in_flight_seconds", "gauge", "Age of the step that runs now."),
+    ("steps", "rank_steps_total", "counter", "Driver's messages that the rank has executed."),
+    ("busy_s", "rank_busy_seconds_total", "counter", "Seconds that the rank has spent executing them."),
+    ("in_flight_s", "rank_step_in_flight_seconds", "gauge", "Age of the step in flight."),
     ("cpu_s", "rank_cpu_seconds_total", "counter", "CPU seconds of the rank's process."),
 )
 _OF_DRIVERS = (
     ("sent", "control_messages_total", "counter", "Messages that a driver has sent to its ranks."),
-    ("send_s", "control_send_seconds_total", "counter", "Seconds that sending them took."),
-    ("host_bytes", "control_host_bytes_total", "counter", "Their bytes inside the host, once per message."),
-    ("network_bytes", "control_network_bytes_total", "counter", "Those to other hosts, once per message."),
+    ("send_s", "control_send_seconds_total", "counter", "Seconds that a driver has spent sending them."),
+    ("host_bytes", "control_host_bytes_total", "counter", "Their bytes inside the node, once per message."),
+    ("network_bytes", "control_network_bytes_total", "counter", "Their bytes to other nodes, once each."),
 )
 
 
 def render(view: Mapping[str, Any]) -> str:
-    """All metrics of the processes in `view` (see `view.build`)."""
+    """Return all metrics of the processes in `view` (see `status.build`)."""
     return "\n".join(_lines(view)) + "\n"
 
 
 def _lines(view: Mapping[str, Any]) -> Iterator[str]:
     members = view["members"]
-    ranks = [({"rank": row["rank"], "host": row["host"]}, row) for row in members if row["kind"] == "rank"]
-    drivers = [({"engine": row["name"], "host": row["host"]}, row) for row in members if row.get("sent")]
+    ranks = [
+        ({"rank": row["rank"], "host": row["hostname"]}, row) for row in members if row["kind"] == "rank"
+    ]
+    drivers = [({"engine": row["name"], "host": row["hostname"]}, row) for row in members if row.get("sent")]
     yield from _metric("info", "gauge", "This round.", [({"round_id": view["round_id"] or ""}, 1)])
-    yield from _metric("ready", "gauge", "1 while new requests are taken.", [({}, int(is_ready(view)))])
-    yield from _metric("draining", "gauge", "1 once told to end.", [({}, int(view["draining"] is not None))])
+    yield from _metric("ready", "gauge", "1 while new requests are admitted.", [({}, int(is_ready(view)))])
+    yield from _metric(
+        "draining", "gauge", "1 once the job drains.", [({}, int(view["draining"] is not None))]
+    )
     restarts = view["restarts"]
     yield from _metric(
-        "agent_restarts", "gauge", "Restarts as this host's agent counts them.", [({}, restarts)]
+        "agent_restarts", "gauge", "Restarts as this node's agent counts them.", [({}, restarts)]
     )
     up = [(labels, int(row["state"] not in ("gone", "stopped"))) for labels, row in ranks]
     yield from _metric("rank_up", "gauge", "0 when the rank's process is gone or stopped.", up)
@@ -45,9 +49,9 @@ def _lines(view: Mapping[str, Any]) -> Iterator[str]:
         for field, name, kind, text in table:
             samples = [(labels, row[field]) for labels, row in rows if row.get(field) is not None]
             yield from _metric(name, kind, text, samples)
-    hosts = [({"host": host["host"]}, host["seen_s_ago"]) for host in view["hosts"]]
-    seen = [(labels, age) for labels, age in hosts if age is not None]
-    yield from _metric("host_sign_age_seconds", "gauge", "Seconds since a host's last sign of life.", seen)
+    nodes = [({"host": node["hostname"]}, node["seen_s_ago"]) for node in view["nodes"]]
+    seen = [(labels, age) for labels, age in nodes if age is not None]
+    yield from _metric("host_sign_age_seconds", "gauge", "Seconds since a node's last sign of life.", seen)
     yield from _of_failures(view.get("history") or {}, view["root_cause"])
 
 
@@ -56,17 +60,21 @@ def _of_failures(history: Mapping[str, Any], root_cause: Mapping[str, Any] | Non
     yield from _metric("failures_total", "counter", "Rounds of this job that have failed.", [({}, failures)])
     last = root_cause if root_cause is not None else history.get("last") or {}
     for field, name, text in (
-        ("detected_at", "last_failure_timestamp_seconds", "When the last failure was noticed (Unix time)."),
-        ("detect_s", "last_failure_detect_seconds", "From the last sign of life, or the death, to that."),
+        ("detected_at", "last_failure_timestamp_seconds", "When the last failure was detected (Unix time)."),
+        (
+            "detect_s",
+            "last_failure_detect_seconds",
+            "From the last sign of life, or the death, to its detection.",
+        ),
     ):
         yield from _metric(name, "gauge", text, [({}, last[field])] if last.get(field) is not None else [])
     if history.get("recover_s") is not None and root_cause is None:
-        text = "From when the last failure was noticed until the job served again."
+        text = "From the detection of the last failure until the job served again."
         yield from _metric("last_failure_recover_seconds", "gauge", text, [({}, history["recover_s"])])
 
 
 def is_ready(view: Mapping[str, Any]) -> bool:
-    """Whether the endpoint serves and takes new requests."""
+    """Return whether the job serves and admits new requests."""
     is_ending = view["draining"] is not None or view["root_cause"] is not None or view["ended"]
     return bool(view["serving"]) and not is_ending
 

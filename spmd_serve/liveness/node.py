@@ -21,7 +21,7 @@ _RETRY_INTERVAL_S = 0.3
 
 
 class Uplink:
-    """Connects to the head's watcher, for up to `join_timeout` seconds; then reports if it is silent or gone."""
+    """Connects to the head's watcher within `join_timeout` seconds; then reports if it is silent or gone."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Uplink:
         self.is_joined = False
 
     def send(self, message: Message, droppable: bool = False) -> None:
-        """Send a message to the head, if it can be reached; drop a droppable one if the head does not read."""
+        """Send a message to the head if it can be reached; drop a droppable one if it does not read."""
         connection = self._connection
         if self.is_joined and connection is not None and not (droppable and connection.is_clogged):
             connection.send(self._seal.wrap(message))
@@ -64,14 +64,12 @@ class Uplink:
         if self.is_joined:
             silent_s = now - self._heard
             if silent_s > silence_s(config.rank_timeout):
-                self._report(descriptions.host_silent(f"the head, {self._head()}", silent_s), silent_s)
+                self._report(descriptions.node_silent(f"the head, {self._head()}", silent_s), silent_s)
         elif not self._was_joined:
             if now - self._since > config.join_timeout:
                 where = self._state.describe(config.node)
                 address, port, limit = config.head_address, config.head_port, config.join_timeout
-                cause = descriptions.head_unreachable(
-                    where, self._head(), address, port, limit, self._reason
-                )
+                cause = descriptions.head_unreachable(where, self._head(), address, port, limit, self._reason)
                 self._report(cause, None)
             elif self._connection is None and now >= self._next_try:
                 self._try()
@@ -158,4 +156,4 @@ class Uplink:
         if not self._decision.over:
             log(f"the connection to the head is closed{f': {reason}' if reason else ''}")
             silent_s, where = self._state.now - self._heard, f"the head, {self._head()}"
-            self._report(descriptions.host_lost(where, silent_s, self._config.rank_timeout), silent_s)
+            self._report(descriptions.node_lost(where, silent_s, self._config.rank_timeout), silent_s)

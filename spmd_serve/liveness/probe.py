@@ -1,7 +1,7 @@
 """``--probe-port``: /live, /ready and /metrics of this node's ranks, answered by the watcher's own loop.
 
-A few lines of HTTP instead of a server in a thread or h11: the answer comes from the loop that decides, needs no lock, and a
-watcher that hangs fails its probe. Only the request line is read.
+A few lines of HTTP instead of a server in a thread or h11: the answer comes from the loop that decides, needs
+no lock, and a watcher that hangs fails its probe. Only the request line is read.
 """
 
 import errno
@@ -37,7 +37,8 @@ class Probe:
     ) -> None:
         """Listen at all addresses of this machine; 0: a port that the kernel chooses. Raises OSError.
 
-        `now()`: seconds.  `status()`, `troubles()`: what is answered; called at most once per turn of the loop.
+        `now()`: seconds.  `status()`, `troubles()`: what is answered; called at most once per turn of the
+        loop.
         """
         sock = _listen(port)
         self.port: int = sock.getsockname()[1]
@@ -58,8 +59,10 @@ class Probe:
                 self._close(connection)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and close all connections."""
         self._listener.close()
+        for connection in list(self._open):
+            self._close(connection)
 
     def _on_connection(self, sock: socket.socket) -> None:
         if len(self._open) >= _MOST_CONNECTIONS:
@@ -116,7 +119,9 @@ def answer(path: str, status: Message, troubles: Callable[[], list[Message]]) ->
         return _as_json(503, {"status": "failed", **status["root_cause"]})
     if path == "/live":
         found = troubles()
-        return _as_json(503, {"status": "stuck", "ranks": found}) if found else _as_json(200, {"status": "live"})
+        return (
+            _as_json(503, {"status": "stuck", "ranks": found}) if found else _as_json(200, {"status": "live"})
+        )
     if status["draining"] is not None:
         return _as_json(503, {"status": "draining", "cause": status["draining"]})
     if not metrics.is_ready(status):

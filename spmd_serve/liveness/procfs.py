@@ -1,4 +1,4 @@
-"""What the kernel tells about a process without asking it: /proc/<pid>/stat, and the OOM killer's counter."""
+"""Facts from /proc about processes (state, CPU time, exit status) and about the kernel's OOM killer."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,15 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ProcStat(NamedTuple):
-    """One look: state letter, whether it is ending, CPU seconds, start time, wait status of an ended one."""
+    """The fields of /proc/<pid>/stat that the watcher uses.
+
+    Attributes:
+        state: the state letter.
+        dying: whether the process has ended or is about to.
+        cpu_s: CPU seconds used so far, of all threads.
+        started_ticks: start time, in kernel ticks since boot.
+        wait_status: the exit status of an ended process, as wait(2) encodes it.
+    """
 
     state: str
     dying: bool
@@ -21,12 +29,12 @@ class ProcStat(NamedTuple):
 
     @property
     def stopped(self) -> bool:
-        """By a signal, or by a debugger."""
+        """Whether the process is stopped, by a signal or by a debugger."""
         return self.state in ("T", "t")
 
 
 def parse_stat(text: bytes) -> ProcStat:
-    """Parse a line of /proc/<pid>/stat; the command name in it may hold spaces and parentheses."""
+    """Parse a line of /proc/<pid>/stat; the command name in it may contain spaces and parentheses."""
     words = text[text.rindex(b")") + 2 :].split()
     state = words[0].decode()
     return ProcStat(
@@ -39,26 +47,26 @@ def parse_stat(text: bytes) -> ProcStat:
 
 
 class ProcFile:
-    """An open /proc/<pid>/stat: cheap to read again, and never another process's that got the same pid."""
+    """An open /proc/<pid>/stat: cheap to read repeatedly, and safe against reuse of the pid."""
 
     def __init__(self, pid: int) -> None:
-        """Raises OSError when the process is gone."""
+        """Open the file. Raises OSError if the process is gone."""
         self._fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self) -> ProcStat | None:
-        """None when the process is gone and reaped."""
+        """Return the current fields, or None if the process is gone and reaped."""
         try:
             return parse_stat(os.pread(self._fd, 1024, 0))
         except (ProcessLookupError, ValueError):
             return None
 
     def close(self) -> None:
-        """Once."""
+        """Close the file; call it once."""
         os.close(self._fd)
 
 
 def ending_of(pidfd: int, stat: ProcFile) -> Ending | None:
-    """How an ended process ended; None where the kernel tells only its parent."""
+    """Return how an ended process ended, or None if this kernel tells that only to its parent."""
     look = stat.read()
     if look is not None and look.dying:
         return Ending.of_wait_status(look.wait_status)
@@ -66,7 +74,7 @@ def ending_of(pidfd: int, stat: ProcFile) -> Ending | None:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for that signal; sending it to one that has none would end it."""
+    """Return whether the process has a handler for that signal; without one the signal may end it."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -76,7 +84,10 @@ def catches(pid: int, number: int) -> bool:
 
 
 def started_ticks(pid: int) -> int:
-    """When a process was started (kernel ticks since boot): with its pid a name for ever; 0: unknown."""
+    """Return when a process started, in kernel ticks since boot; 0 if unknown.
+
+    Pid and start time together identify a process even after its pid is reused.
+    """
     try:
         return parse_stat(Path(f"/proc/{pid}/stat").read_bytes()).started_ticks
     except (OSError, ValueError):
@@ -84,14 +95,14 @@ def started_ticks(pid: int) -> int:
 
 
 class OomCounter:
-    """Notices that the kernel's OOM killer has been at work, in this cgroup or else on the machine."""
+    """Detects activity of the kernel's OOM killer, in this cgroup or else on the whole machine."""
 
     def __init__(self, files: list[Path] | None = None) -> None:
         self._files = _oom_files() if files is None else files
         self._seen = self._count()
 
     def has_risen(self) -> bool:
-        """Whether it has killed since the last call."""
+        """Return whether the OOM killer has killed a process since the last call."""
         before, self._seen = self._seen, self._count()
         return self._seen > before
 
@@ -109,7 +120,7 @@ class OomCounter:
 
 
 def _oom_files() -> list[Path]:
-    """Where the counter is: cgroup v2's memory.events (the root has none), or the whole machine's."""
+    """Return the files that may hold the counter: cgroup v2's memory.events, then the machine's vmstat."""
     files = [Path("/proc/vmstat")]
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():

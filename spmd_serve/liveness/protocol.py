@@ -1,4 +1,4 @@
-"""What is said between members, watchers and callers: the hello, the configuration, the verdict."""
+"""Records that members and watchers exchange: hello, configuration, normal end, root cause."""
 
 import signal
 from collections.abc import Mapping
@@ -8,22 +8,22 @@ from typing import Any
 from spmd_serve.wire.lines import Message
 
 KINDS = ("rank", "api", "engine", "coordinator")
-"""Kinds of members, ancestors first: an earlier one explains a later one's death at the same moment."""
+"""Kinds of members, parents first: of two deaths at one moment, that of the earlier kind is the cause."""
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""Members let faulthandler answer it with the stacks of all threads, in C: that needs no GIL."""
+"""faulthandler answers it in C with the stacks of all threads, so a held GIL does not matter."""
 
 _BEAT_S = 1.0
 
 
 def beat_s(rank_timeout: float) -> float:
-    """How often watchers tell their members and each other that they live, seconds."""
+    """Return the interval at which watchers send heartbeats to members and to each other, in seconds."""
     return min(_BEAT_S, rank_timeout / 4)
 
 
 @dataclass(frozen=True)
 class Hello:
-    """Who a member is. Its pid is not taken from here: the kernel tells it."""
+    """A new member's description of itself. Its pid is not in here: the watcher gets that from the kernel."""
 
     kind: str
     name: str
@@ -35,27 +35,30 @@ class Hello:
 
     @classmethod
     def of(cls, hello: Mapping[str, Any]) -> "Hello":
-        """From a mapping with kind, name and rank (an int or None); more keys, such as pid, are ignored."""
+        """Make one from a mapping with kind, name and rank (int or None); other keys are ignored."""
         rank = hello.get("rank")
         return cls(kind=str(hello["kind"]), name=str(hello["name"]), rank=None if rank is None else int(rank))
 
 
 @dataclass(frozen=True)
 class WatchConfig:
-    """What a watcher learns after the rendezvous. Times are seconds.
+    """The job's nodes and limits, which a watcher receives after the rendezvous. Times are seconds.
 
-    node: this host's number, head = 0.  hosts, ranks: name and global ranks of every node.
-    head_address, head_port: where the head's watcher listens (what its `listen` returned).
-    generation: this run's nonce.  key: shared secret that authenticates every line between watchers.
-    rank_timeout: within this time a stop or a silence is known as a loss.
-    step_timeout: a step, or a busy driver, without progress that counts as hung.
-    join_timeout: how long the watchers of all hosts may take to find each other.
-    grace_s: how long a member may take to end after the verdict, before SIGKILL.
-    expect_turns: the driver sends heartbeats, so an idle rank's loop must turn within rank_timeout.
+    Attributes:
+        node: number of the watcher's node; the head is 0.
+        hostnames, ranks: hostname and global ranks of every node.
+        head_address, head_port: address of the head's watcher; the port is the result of its `listen`.
+        round_id: id of this round.
+        key: shared secret that authenticates every line between watchers.
+        rank_timeout: a stopped or silent process, or a silent node, counts as lost within this time.
+        step_timeout: a step or a busy driver without progress for this long counts as hung.
+        join_timeout: the watchers of all nodes must be connected within this time.
+        grace_s: a member still running this long after the root cause was declared gets SIGKILL.
+        expect_turns: the driver sends heartbeats, so an idle rank's loop must turn within rank_timeout.
     """
 
     node: int
-    hosts: tuple[str, ...]
+    hostnames: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]
     head_address: str
     head_port: int
@@ -68,32 +71,33 @@ class WatchConfig:
     key: str | None = None
 
     def __post_init__(self) -> None:
-        if len(self.hosts) != len(self.ranks) or not 0 <= self.node < len(self.hosts):
-            raise ValueError(f"node {self.node} does not fit hosts {self.hosts} with ranks {self.ranks}")
+        if len(self.hostnames) != len(self.ranks) or not 0 <= self.node < len(self.hostnames):
+            raise ValueError(f"node {self.node} does not fit nodes {self.hostnames} with ranks {self.ranks}")
         if min(self.rank_timeout, self.step_timeout, self.join_timeout) <= 0 or self.grace_s < 0:
             raise ValueError(
-                "rank_timeout, step_timeout and join_timeout must be above 0 s, grace_s not below"
+                "rank_timeout, step_timeout and join_timeout must be above 0 s, and grace_s at least 0 s"
             )
 
     def to_json(self) -> Message:
-        """A plain dictionary."""
+        """Return a plain dictionary."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> "WatchConfig":
-        """Inverse of `to_json`."""
+        """Inverse of `to_json`; other keys are ignored."""
         values = {field.name: plain[field.name] for field in fields(cls) if field.name in plain}
-        values["hosts"] = tuple(values["hosts"])
+        values["hostnames"] = tuple(values["hostnames"])
         values["ranks"] = tuple(tuple(ranks) for ranks in values["ranks"])
         return cls(**values)
 
 
 @dataclass(frozen=True)
 class End:
-    """Part `part` of the job's `of` parts has ended normally.
+    """The normal end of part `part` of the job's `of` parts.
 
-    code: what all ranks are to end with; of several parts the highest counts.  early: it has never served, so
-    that its driver sends its ranks no stop message, for which they would wait.
+    Attributes:
+        code: exit code for all ranks; of several parts the highest counts.
+        early: this part has never served, so its driver sends no stop message, for which ranks would wait.
     """
 
     part: int = 0
@@ -102,42 +106,45 @@ class End:
     early: bool = False
 
     def to_json(self) -> Message:
-        """A plain dictionary."""
+        """Return a plain dictionary."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> "End":
-        """Inverse of `to_json`; more keys are ignored."""
+        """Inverse of `to_json`; other keys are ignored."""
         return cls(int(plain["part"]), int(plain["of"]), int(plain["code"]), bool(plain["early"]))
 
 
 @dataclass(frozen=True)
 class RootCause:
-    """The first cause of this job's end.
+    """The root cause of the job's failure.
 
-    cause: one sentence that names who, where and what.  rank: global rank, None when it was no rank.
-    detected_at: wall clock (Unix seconds).  detect_s: seconds from the death, or the last sign of life, to
-    the verdict, where that is known.
+    Attributes:
+        cause: one sentence that names the process or node and says how it failed.
+        rank: the failed rank (global), or None if another process or a whole node failed.
+        hostname: the machine on which it failed.
+        detected_at: time of the decision, in Unix seconds.
+        detect_s: seconds from the death, or from the last sign of life, to the decision; None if unknown.
     """
 
     cause: str
     rank: int | None
-    host: str
+    hostname: str
     detected_at: float
     detect_s: float | None = None
 
     def to_json(self) -> Message:
-        """A plain dictionary."""
+        """Return a plain dictionary."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> "RootCause":
-        """Inverse of `to_json`."""
+        """Inverse of `to_json`; other keys are ignored."""
         rank, detect_s = plain["rank"], plain["detect_s"]
         return cls(
             cause=str(plain["cause"]),
             rank=None if rank is None else int(rank),
-            host=str(plain["host"]),
+            hostname=str(plain["hostname"]),
             detected_at=float(plain["detected_at"]),
             detect_s=None if detect_s is None else float(detect_s),
         )

@@ -1,4 +1,4 @@
-"""Which failure was the first: reports are collected for a moment, then the most causal one is chosen. Pure."""
+"""Which failure was the first: reports are collected, then the most causal one is chosen. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -51,8 +51,8 @@ _SHORTEST_PATIENCE: Mapping[Weight, float] = {Weight.OWN: 1 / 2, Weight.HOST: 3 
 def patience_s(rank_timeout: float, weight: Weight, look_s: float) -> float:
     """Return after how many seconds a stop or a silence is reported.
 
-    The root cause is then declared within `rank_timeout` seconds. Two looks (one to see it at all) and the settling
-    time are subtracted, as far as a timeout of a few seconds leaves room for that.
+    The root cause is then declared within `rank_timeout` seconds. Two looks (one to see it at all) and the
+    settling time are subtracted, as far as a timeout of a few seconds leaves room for that.
     """
     return max(_SHORTEST_PATIENCE[weight] * rank_timeout, rank_timeout - SETTLE_S[weight] - 2 * look_s)
 
@@ -64,8 +64,8 @@ _FINAL = (Weight.OWN, Weight.UNEXPLAINED, Weight.HOST, Weight.PEER)
 class FailureReport:
     """A process or a node is gone or stuck.
 
-    key: the subject; each key is recorded once.  order: decides between reports of the same weight and moment.
-    age_s: seconds since the last sign of life, if known.
+    key: the subject; each key is recorded once.  order: decides between reports of the same weight and
+    moment. age_s: seconds since the last sign of life, if known.
     """
 
     key: str
@@ -96,7 +96,7 @@ class FailureReport:
 
 
 class RootCauseArbiter:
-    """Collects failure reports, and chooses the most causal one after the shortest settling time among them."""
+    """Collects failure reports; chooses the most causal one after the shortest settling time among them."""
 
     def __init__(self) -> None:
         self._reports: dict[str, tuple[FailureReport, float, float]] = {}
@@ -104,7 +104,8 @@ class RootCauseArbiter:
     def add(self, failure: FailureReport, now: float, extra_s: float = 0.0) -> bool:
         """Record a report at time `now`; return False if its key is known.
 
-        `extra_s` seconds are added to its settling time: the head's watcher decides, this one only if that fails.
+        `extra_s` seconds are added to its settling time: the head's watcher decides, this one only if that
+        fails.
         """
         if failure.key in self._reports:
             return False
@@ -127,7 +128,8 @@ class RootCauseArbiter:
         A stopped member, whose report has an age, may continue.
         """
         return any(
-            one.weight in _FINAL and (one.weight is not Weight.OWN or one.age_s is None) for one in self.reports
+            one.weight in _FINAL and (one.weight is not Weight.OWN or one.age_s is None)
+            for one in self.reports
         )
 
     def waited(self, key: str, now: float) -> float:
@@ -154,8 +156,8 @@ class RootCauseArbiter:
 class PauseTolerantClock:
     """The time that this process has run, in seconds, without the time during which it was stopped.
 
-    An observer that was stopped, starved or paused together with its machine must not count that time as the silence of
-    others: between two ticks at most `most` seconds count.
+    An observer that was stopped, starved or paused together with its machine must not count that time as the
+    silence of others: between two ticks at most `most` seconds count.
     """
 
     def __init__(self, most: float) -> None:

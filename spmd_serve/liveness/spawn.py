@@ -1,19 +1,19 @@
-"""How a watcher comes to life: forked by local rank 0 before anything heavy is imported."""
+"""Starting a node's watcher: a fresh interpreter with the standard library only.
 
-import contextlib
+A fork would share the memory, threads and descriptors that the caller has by then. In a script these may be
+torch, a CUDA context and gigabytes of weights, and a child forked beside threads may deadlock. A fresh
+interpreter takes about 0.06 s to start, and serves every caller alike.
+"""
+
 import errno
-import gc
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from spmd_serve.errors import SpmdError
 from spmd_serve.liveness.cleanup import remove_scratch, remove_shared
@@ -21,19 +21,16 @@ from spmd_serve.liveness.procfs import started_ticks
 from spmd_serve.liveness.status import socket_name
 from spmd_serve.system.process import open_pidfd, outlive_parent, set_process_name
 
-if TYPE_CHECKING:
-    from spmd_serve.liveness.watcher import Watcher
-
 _IGNORED = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "TTIN", "TTOU", "PIPE", "ALRM")
-_AGAIN_S = 0.02
+_RETRY_INTERVAL_S = 0.02
 
 
 def watcher_address(agent_pid: int, restart_count: int) -> str:
-    """Where this host's watcher of this round listens: an abstract socket name that all of its ranks know.
+    """Return the abstract socket name of this node's watcher in this round, known to all of its ranks.
 
-    Agents that share a network namespace but not a pid namespace (containers on the host's network) may have
-    the
-    same pid, and a pid comes again: so the namespace and the agent's start time are part of the name.
+    The name contains the pid namespace and the agent's start time, because a pid alone is not unique: agents
+    in containers on the host's network share a network namespace but may have the same pid, and pids are
+    reused.
     """
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return f"@spmd-serve-{os.getuid()}-{namespace}-{agent_pid}-{started_ticks(agent_pid)}-{restart_count}"
@@ -48,104 +45,67 @@ def start_watcher(
     grace_s: float = 2.0,
     deadline_s: float = 10.0,
 ) -> str:
-    """Fork this host's watcher; returns its address, at which it can be reached from now on.
+    """Start this node's watcher and return its address, at which it can be reached from now on.
 
-    Call it once per host, from the main thread, before torch is imported, threads exist or cores are bound.
-    `watch_agent`: the end of the agent is a failure (torchrun's agent; not the shell of a run without
-    torchrun).
-    `rank_timeout`, `grace_s`: see WatchConfig, which replaces them later. Raises SpmdError when the watcher
-    of the round before does not go away within `deadline_s` seconds.
+    Call it once per node, on local rank 0, before cores are bound.
+
+    Args:
+        agent_pid: torchrun's agent, or the calling process in a run without torchrun.
+        restart_count: how often the agent has restarted its ranks.
+        watch_agent: whether the end of the agent's process is a failure of the job.
+        rank_timeout, grace_s: see WatchConfig, which replaces them later.
+        deadline_s: seconds to wait for the exit of the watcher of the round before.
+
+    Raises:
+        SpmdError: the address is still in use after `deadline_s` seconds.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError(
-            "start_watcher forks, and its child dies with the forking thread: use the main thread"
-        )
     address = watcher_address(agent_pid, restart_count)
     listener = _bind(address, time.monotonic() + deadline_s)
     parent = os.getpid()
-    # Opened before the fork, so that they stand for the right processes.
+    # Opened here, so that the descriptors refer to the right processes even if these end at once.
     parent_fd = os.pidfd_open(parent)
     agent_fd = open_pidfd(agent_pid) if watch_agent else None
-    child = os.fork()
-    if child:
-        listener.close()
-        os.close(parent_fd)
-        if agent_fd is not None:
-            os.close(agent_fd)
-        return address
-    status = 70
-    try:
-        _settle_in({listener.fileno(), parent_fd, *([] if agent_fd is None else [agent_fd])})
-        from spmd_serve.liveness.watcher import Watcher
-
-        agent = None if agent_fd is None else (agent_pid, agent_fd)
-        watcher = Watcher(listener, (parent, parent_fd), agent, restart_count, rank_timeout, grace_s)
-        _run(watcher, address)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        # Whatever happens here, the caller's code never goes on in this process.
-        os._exit(status)
-
-
-def spawn_watcher(
-    anchor_pid: int,
-    restart_count: int,
-    *,
-    watch_agent: bool = True,
-    rank_timeout: float = 10.0,
-    grace_s: float = 2.0,
-    deadline_s: float = 10.0,
-) -> str:
-    """As `start_watcher`, for a process that has grown: threads, libraries, gigabytes that a fork would keep.
-
-    The watcher is a fresh interpreter. `anchor_pid`: the agent, or without one the calling process.
-    """
-    address = watcher_address(anchor_pid, restart_count)
-    listener = _bind(address, time.monotonic() + deadline_s)
-    parent = os.getpid()
-    descriptors = [listener.fileno(), os.pidfd_open(parent)]
-    agent_fd = open_pidfd(anchor_pid) if watch_agent else None
-    if agent_fd is not None:
-        descriptors.append(agent_fd)
-    numbers = [listener.fileno(), parent, descriptors[1], anchor_pid, -1 if agent_fd is None else agent_fd]
+    agent = None if agent_fd is None else (agent_pid, agent_fd)
+    descriptors = [listener.fileno(), parent_fd, *([] if agent_fd is None else [agent_fd])]
+    arguments = [listener.fileno(), (parent, parent_fd), agent, restart_count, rank_timeout, grace_s, address]
     root = str(Path(__file__).parents[2])
-    program = f"import sys; sys.path.insert(0, {root!r}); from {__name__} import run_spawned; run_spawned()"
-    words = [*map(str, numbers), str(restart_count), str(rank_timeout), str(grace_s)]
+    program = f"import sys; sys.path.insert(0, {root!r}); from {__name__} import run_watcher; run_watcher()"
+    options = ["-I", "-S", *(f"-W{option}" for option in sys.warnoptions)]
     child = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", program, *words],
+        [sys.executable, *options, "-c", program, json.dumps(arguments)],
+        # A reader of the rank's output must not wait for the watcher's exit. Errors go to the rank's stderr.
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=descriptors,
+        # Signals for the rank's process group (Ctrl-C, torchrun's killpg) must not reach the watcher.
         process_group=0,
     )
-    child.returncode = 0  # it outlives us: Popen must not complain about that
+    child.returncode = 0  # the watcher outlives this process, about which Popen would warn
     listener.close()
-    for number in descriptors[1:]:
-        os.close(number)
+    for descriptor in descriptors[1:]:
+        os.close(descriptor)
     return address
 
 
-def run_spawned(words: Sequence[str] | None = None) -> None:
-    """The main program of `spawn_watcher`'s child."""
-    *numbers, rank_timeout, grace_s = sys.argv[1:] if words is None else words
-    listener_fd, parent, parent_fd, anchor, agent_fd, restart_count = map(int, numbers)
-    _settle_in({listener_fd, parent_fd, agent_fd})
+def run_watcher() -> None:
+    """Run the watcher; main program of the interpreter that `start_watcher` starts.
+
+    At the end, remove the files of this round, and those of earlier rounds whose watchers were killed.
+    """
+    listener_fd, parent, agent, restart_count, rank_timeout, grace_s, address = json.loads(sys.argv[1])
+    outlive_parent()
+    set_process_name("spmd-watcher")
+    for name in _IGNORED:
+        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     from spmd_serve.liveness.watcher import Watcher
 
     listener = socket.socket(fileno=listener_fd)
-    agent = None if agent_fd < 0 else (anchor, agent_fd)
     watcher = Watcher(
-        listener, (parent, parent_fd), agent, restart_count, float(rank_timeout), float(grace_s)
+        listener, tuple(parent), None if agent is None else tuple(agent), restart_count, rank_timeout, grace_s
     )
-    _run(watcher, watcher_address(anchor, restart_count))
-
-
-def _run(watcher: "Watcher", address: str) -> None:
-    """Then leave nothing behind, of earlier rounds neither, whose watchers may have been killed."""
-    earlier, _, number = address.rpartition("-")
-    for count in range(int(number)):
+    earlier, _, _ = address.rpartition("-")
+    for count in range(restart_count):
         remove_scratch(f"{earlier}-{count}")
     try:
         watcher.run()
@@ -164,29 +124,5 @@ def _bind(address: str, deadline: float) -> socket.socket:
         except OSError as problem:
             if problem.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 listener.close()
-                raise SpmdError(f"the watcher can't listen at {address}: {problem.strerror}") from problem
-        time.sleep(_AGAIN_S)
-
-
-def _settle_in(keep: set[int]) -> None:
-    """Become a process of its own: nobody's signals, nobody's descriptors, nobody's garbage."""
-    outlive_parent()
-    set_process_name("spmd-watcher")
-    # A group of its own: what is meant for the rank's group (Ctrl-C, torchrun's killpg) does not hit it.
-    os.setpgid(0, 0)
-    signal.set_wakeup_fd(-1)
-    for name in _IGNORED:
-        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    # Objects of the parent that own descriptors must not be collected here: their numbers will be ours.
-    gc.freeze()
-    for name in os.listdir("/proc/self/fd"):
-        number = int(name)
-        if number > 2 and number not in keep:
-            with contextlib.suppress(OSError):  # the listing's own
-                os.close(number)
-    # Whoever reads the rank's output must not have to wait for our end. Errors go where the rank's go.
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1):
-        os.dup2(nothing, number)
-    os.close(nothing)
+                raise SpmdError(f"the watcher cannot listen at {address}: {problem.strerror}") from problem
+        time.sleep(_RETRY_INTERVAL_S)

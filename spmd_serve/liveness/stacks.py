@@ -1,4 +1,4 @@
-"""Asks processes to write the stacks of all their threads, one after the other."""
+"""Requests for stack traces: signal a node's processes one after the other to write them."""
 
 import os
 import threading
@@ -9,13 +9,13 @@ from spmd_serve.liveness.protocol import STACKS_SIGNAL
 from spmd_serve.system.process import send_signal
 
 GAP_S = 0.1
-"""Time for one process to write: at once they would mix their lines where they share a log."""
+"""Time for one process to write its stacks. Processes that share a log would mix their lines otherwise."""
 ALL_S = 1.5
-"""Time for all of a host's: the verdict on a hang waits for no longer."""
+"""Most time for all processes of a node: the root cause of a hang is declared without waiting any longer."""
 
 
 def ask_in_turn(pidfds: Sequence[int]) -> None:
-    """Send the signal to each of these processes; returns at once."""
+    """Send the signal to each of these processes from a thread; return at once."""
     own = [os.dup(pidfd) for pidfd in pidfds]  # the caller may close its own meanwhile
     threading.Thread(target=_ask, args=(own,), name="stacks", daemon=True).start()
 

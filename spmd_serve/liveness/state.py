@@ -47,7 +47,7 @@ class WatcherState:
     @property
     def hostnames(self) -> Sequence[str]:
         """The hostname of each node; before the rendezvous, of this one."""
-        return (self.hostname,) if self.config is None else self.config.hosts
+        return (self.hostname,) if self.config is None else self.config.hostnames
 
     @property
     def ranks(self) -> Sequence[Sequence[int]]:
@@ -61,7 +61,7 @@ class WatcherState:
 
     def describe(self, node: int) -> str:
         """Return a node for messages: "node b (ranks 4-7)"."""
-        return descriptions.host(self.hostnames[node], self.ranks[node])
+        return descriptions.node(self.hostnames[node], self.ranks[node])
 
     def only_rank(self, node: int) -> int | None:
         """Return the rank of a node that has one rank, else None."""
@@ -72,7 +72,7 @@ class WatcherState:
         """Return what members must know of the limits."""
         return {
             "t": "watch",
-            "host": self.hostname,
+            "hostname": self.hostname,
             "rank_timeout": self.limits.rank_timeout,
             "grace_s": self.grace_s,
         }

@@ -1,4 +1,4 @@
-"""The board: shared memory where members note their steps, and the watcher looks without asking anybody."""
+"""The status table: shared memory in which members record their progress and the watcher reads it."""
 
 import fcntl
 import mmap
@@ -10,26 +10,32 @@ StateName = Literal["starting", "loading", "ready", "stepping", "draining"]
 STATES: tuple[StateName, ...] = get_args(StateName)
 _CODES = {name: code for code, name in enumerate(STATES)}
 
-SLOT_BYTES = 128
-SLOTS = 256
-BOARD_BYTES = SLOT_BYTES * SLOTS
+ENTRY_BYTES = 128
+ENTRIES = 256
+TABLE_BYTES = ENTRY_BYTES * ENTRIES
 
-# Fields of a slot, in words of 8 bytes. An aligned word is written and read in one piece; a slot as a whole
-# is not, so the watcher never concludes anything from two fields of one single look.
+# Fields of an entry, in words of 8 bytes. Access to an aligned word is atomic, access to a whole entry is
+# not. So the watcher must not draw conclusions from two fields of a single reading.
 _STARTED, _DONE, _STATE = 0, 1, 2
 _STARTED_AT, _DONE_AT, _TURNED_AT = 3, 4, 5
 _BUSY_S = 6
 _SENT, _HOST_BYTES, _NETWORK_BYTES, _SEND_S = 7, 8, 9, 10
 _WORKS_SINCE, _AWAITS = 11, 12
-_WORDS = SLOT_BYTES // 8
+_WORDS = ENTRY_BYTES // 8
 
 
 class EntryReading(NamedTuple):
-    """One look at a slot; times are CLOCK_MONOTONIC seconds of this host, 0.0 for never.
+    """The content of an entry. Times are CLOCK_MONOTONIC seconds of this machine, and 0.0 means never.
 
-    busy_s: seconds in finished steps.  sent, host_bytes, network_bytes, send_s: a driver's messages, their
-    bytes inside its host and over the network, and the seconds that sending them took.  works_since: when a
-    driver's loop last got on with its work, 0.0 while it has none.  awaits: the rank whose reply it needs.
+    Attributes:
+        started, done: numbers of steps.
+        started_at, done_at, turned_at: times of the last start and end of a step, and of the last `turn`.
+        busy_s: seconds in finished steps.
+        sent: number of a driver's messages.
+        host_bytes, network_bytes: their bytes within the driver's node, and over the network.
+        send_s: seconds that the driver has spent sending them.
+        works_since: when a driver's loop last made progress; 0.0 while it has no work.
+        awaits: the rank whose reply the driver waits for.
     """
 
     started: int
@@ -48,25 +54,25 @@ class EntryReading(NamedTuple):
 
     @property
     def last_sign(self) -> float:
-        """The newest of the three times."""
+        """The latest of the three times."""
         return max(self.started_at, self.done_at, self.turned_at)
 
 
 class StatusTable:
-    """The watcher's side: owns the memory, hands out slots."""
+    """The watcher's side: owns the memory and assigns entries."""
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("spmd-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, BOARD_BYTES)
-        # Nobody who was given the descriptor can cut the memory away under the others (SIGBUS).
+        self.fd = os.memfd_create("spmd-status", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, TABLE_BYTES)
+        # No holder of the descriptor can shrink the memory, which would end the others by SIGBUS.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        view = memoryview(mmap.mmap(self.fd, BOARD_BYTES))
+        view = memoryview(mmap.mmap(self.fd, TABLE_BYTES))
         self._integers = view.cast("Q")
         self._floats = view.cast("d")
-        self._free = list(range(SLOTS - 1, -1, -1))
+        self._free = list(range(ENTRIES - 1, -1, -1))
 
     def take(self) -> int | None:
-        """The number of a zeroed slot; None when all are taken."""
+        """Assign an entry, zeroed, and return its number; None if all are assigned."""
         if not self._free:
             return None
         number = self._free.pop()
@@ -75,11 +81,11 @@ class StatusTable:
         return number
 
     def give_back(self, number: int) -> None:
-        """The slot's owner is dead."""
+        """Free an entry whose owner has ended."""
         self._free.append(number)
 
     def read(self, number: int) -> EntryReading:
-        """What the slot's owner has noted."""
+        """Return what the owner of the entry has recorded."""
         at = number * _WORDS
         code = self._integers[at + _STATE]
         return EntryReading(
@@ -100,50 +106,50 @@ class StatusTable:
 
 
 class StatusEntry:
-    """A member's side: notes what it does. Each call is a few stores to memory: no lock, no system call."""
+    """A member's side: records progress. A call is a few stores to memory, without locks or system calls."""
 
     def __init__(self, fd: int, number: int) -> None:
-        """Map the board behind `fd` (which may be closed afterwards) and own slot `number` of it."""
-        view = memoryview(mmap.mmap(fd, BOARD_BYTES))[number * SLOT_BYTES : (number + 1) * SLOT_BYTES]
+        """Map the table behind `fd` (which may be closed afterwards), to write entry `number` of it."""
+        view = memoryview(mmap.mmap(fd, TABLE_BYTES))[number * ENTRY_BYTES : (number + 1) * ENTRY_BYTES]
         self._integers = view.cast("Q")
         self._floats = view.cast("d")
 
     def step_begin(self) -> None:
-        """A step is in flight from now on; several may be."""
+        """Record that a step has started; several may be in flight."""
         self._floats[_STARTED_AT] = time.monotonic()
         self._integers[_STARTED] += 1
 
     def step_end(self) -> None:
-        """The oldest step in flight is done."""
+        """Record that the oldest step in flight is done."""
         now = time.monotonic()
         self._floats[_BUSY_S] += now - self._floats[_STARTED_AT]
         self._floats[_DONE_AT] = now
         self._integers[_DONE] += 1
 
     def sent(self, host_bytes: int, network_bytes: int, seconds: float) -> None:
-        """A driver has sent a message to its ranks, in so many seconds."""
+        """Record that a driver has sent a message to its ranks, which took so many seconds."""
         self._integers[_SENT] += 1
         self._integers[_HOST_BYTES] += host_bytes
         self._integers[_NETWORK_BYTES] += network_bytes
         self._floats[_SEND_S] += seconds
 
     def works(self) -> None:
-        """A driver's loop has something to do; called again, it has got on with it."""
+        """Record that a driver's loop has work, or, called again, that it has made progress."""
         self._floats[_WORKS_SINCE] = time.monotonic()
 
     def waits(self) -> None:
-        """A driver's loop has nothing to do until a request comes."""
+        """Record that a driver's loop has no work until a request comes."""
         self._floats[_WORKS_SINCE] = 0.0
 
     def awaits(self, rank: int) -> bool:
-        """A driver waits for that rank's reply until `replied`, to which the answer is to be passed."""
+        """Record that the driver waits for a reply of `rank`; pass the result to `replied`."""
         works = self._floats[_WORKS_SINCE] != 0.0
         self._integers[_AWAITS] = rank + 1
         self.works()
         return works
 
     def replied(self, works: bool) -> None:
-        """The reply has come, or is waited for no more; `works`: the loop goes on with what it did."""
+        """Record that the driver no longer waits. `works`: what `awaits` returned: its loop has work."""
         self._integers[_AWAITS] = 0
         if works:
             self.works()
@@ -151,51 +157,23 @@ class StatusEntry:
             self.waits()
 
     def turn(self) -> None:
-        """The loop has turned: a message or a heartbeat has come."""
+        """Record one turn of the loop: it has received a message or a heartbeat."""
         self._floats[_TURNED_AT] = time.monotonic()
 
     def state(self, name: StateName) -> None:
-        """What this member does from now on. Only "ready" promises a turn with each heartbeat."""
+        """Record the member's state. Only in "ready" must its loop turn with each heartbeat."""
         self.turn()
         self._integers[_STATE] = _CODES[name]
 
     def detach(self) -> None:
-        """In a forked child: what is noted from now on goes nowhere; the slot is the parent's."""
-        scratch = memoryview(bytearray(SLOT_BYTES))
+        """Stop writing to the table, as a forked child must: the entry belongs to its parent."""
+        scratch = memoryview(bytearray(ENTRY_BYTES))
         self._integers = scratch.cast("Q")
         self._floats = scratch.cast("d")
 
 
-class NullStatusEntry:
-    """The same methods, for a world without a watcher."""
+class NullStatusEntry(StatusEntry):
+    """An entry of no table, for processes without a watcher: what it records goes nowhere."""
 
-    def step_begin(self) -> None:
-        """Nothing."""
-
-    def step_end(self) -> None:
-        """Nothing."""
-
-    def sent(self, host_bytes: int, network_bytes: int, seconds: float) -> None:
-        """Nothing."""
-
-    def works(self) -> None:
-        """Nothing."""
-
-    def waits(self) -> None:
-        """Nothing."""
-
-    def awaits(self, rank: int) -> bool:
-        """Nothing."""
-        return False
-
-    def replied(self, works: bool) -> None:
-        """Nothing."""
-
-    def turn(self) -> None:
-        """Nothing."""
-
-    def state(self, name: StateName) -> None:
-        """Nothing."""
-
-    def detach(self) -> None:
-        """Nothing."""
+    def __init__(self) -> None:
+        self.detach()

@@ -1,4 +1,4 @@
-"""The watcher: one small process per node that notices deaths, stops and hangs, and outlives its ranks by a moment."""
+"""The watcher: one small process per node that notices deaths, stops and hangs of its members."""
 
 import os
 import socket
@@ -41,7 +41,7 @@ class Watcher:
         rank_timeout: float,
         grace_s: float,
     ) -> None:
-        """`parent`, `agent`: pid and pidfd of the rank that started the watcher, and of the torchrun agent."""
+        """`parent`, `agent`: pid and pidfd of the rank that started it, and of the torchrun agent."""
         self._restarts = restarts
         self._loop = Loop()
         self._state = WatcherState(rank_timeout, grace_s)
@@ -203,7 +203,7 @@ class Watcher:
                 self._state, self._decision, self._loop, address, self._events, self._on_node_message
             )
         except OSError as problem:
-            return {"error": f"the watcher can't listen at {address}: {problem.strerror}"}
+            return {"error": f"the watcher cannot listen at {address}: {problem.strerror}"}
         return {"port": self._peers.head.port}
 
     def _open_probe(self, port: int) -> Message:
@@ -218,13 +218,16 @@ class Watcher:
     def _configure(self, config: WatchConfig) -> Message:
         state, peers = self._state, self._peers
         if state.config is not None:
-            return {} if state.config == config else {"error": "the watcher has another configuration already"}
-        if config.node == 0 and len(config.hosts) > 1 and peers.head is None:
+            return (
+                {} if state.config == config else {"error": "the watcher has another configuration already"}
+            )
+        if config.node == 0 and len(config.hostnames) > 1 and peers.head is None:
             return {"error": "the head's watcher does not listen yet: call listen() first"}
         state.configure(config)
         self._members.send(state.rules())
         if config.node != 0:
-            # Before the rendezvous no node knows whether it is the head, so other nodes may have listened too.
+            # Before the rendezvous no node knows whether it is the head, so other nodes may have listened
+            # too.
             if peers.head is not None:
                 peers.head.close()
                 peers.head = None

@@ -23,7 +23,7 @@ from typing import ClassVar, NoReturn, Protocol, Self
 from spmd_serve.config.flags import Flags
 from spmd_serve.errors import ExitCode, PeerLost, SpmdError, UsageError, is_of_a_peer
 from spmd_serve.job.job import GRACE_S, Job
-from spmd_serve.liveness import RootCause, WatcherLink, spawn_watcher, watcher_address
+from spmd_serve.liveness import RootCause, WatcherLink, start_watcher, watcher_address
 from spmd_serve.liveness.cleanup import use_scratch
 from spmd_serve.liveness.protocol import STACKS_SIGNAL
 from spmd_serve.rendezvous.join import Membership, connect_store
@@ -97,7 +97,7 @@ class ScriptJob(Job):
         env, flags = self.env, self.flags
         anchor = env.agent_pid if env.launched else self._pid
         if env.local_rank == 0:
-            self.watcher = spawn_watcher(
+            self.watcher = start_watcher(
                 anchor,
                 env.restart_count,
                 watch_agent=env.launched,

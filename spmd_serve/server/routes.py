@@ -85,7 +85,7 @@ class Plugin:
         if self._events.root_cause is not None:
             return unavailable({"status": "failed", **self._events.root_cause.to_json()})
         if self._admission.engine_is_dead() and self._events.draining is None:
-            cause = {"rank": None, "host": None, "cause": "the engine core has failed"}
+            cause = {"rank": None, "hostname": None, "cause": "the engine core has failed"}
             return unavailable({"status": "failed", **cause})
         return None
 

@@ -90,7 +90,7 @@ def test_a_killed_rank_is_told_to_everybody_at_once(job: Job, note: Note) -> Non
         if path == "/ready" and body["status"] == "draining":
             continue  # torchrun's signal on the other ranks may come before the verdict
         assert (status, body["status"], body["rank"]) == (503, "failed", 1)
-        assert "was killed by SIGKILL" in body["cause"] and body["host"]
+        assert "was killed by SIGKILL" in body["cause"] and body["hostname"]
     if "/topology" in refused:
         status, view = refused["/topology"]
         assert (status, view["root_cause"]["rank"]) == (200, 1)

@@ -67,5 +67,5 @@ def ends_with_the_job(
     seconds = footprint.seconds_to_end(limit_s + 10.0)
     note(f"{fault} of the {NAME}, --rank-timeout {RANK_TIMEOUT_S:g}: all gone after {seconds:.2f} s")
     assert job.server.wait_exit(5.0) not in (0, -signal.SIGKILL)
-    assert f"{NAME} (pid {victim}, host {os.uname().nodename}) {words}" in job.summary()
+    assert f"{NAME} (pid {victim}, node {os.uname().nodename}) {words}" in job.summary()
     footprint.assert_gone(1.0)

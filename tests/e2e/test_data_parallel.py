@@ -87,7 +87,7 @@ def test_a_killed_api_server_ends_the_whole_job(job: Job, ours: Endpoint, note: 
     )
     assert not any(request.is_complete for request in crowd.requests)
     assert job.server.wait_exit(1) not in (0, -signal.SIGKILL)
-    assert f"(pid {victim}, host {os.uname().nodename}) was killed by SIGKILL" in job.summary()
+    assert f"(pid {victim}, node {os.uname().nodename}) was killed by SIGKILL" in job.summary()
     footprint.assert_gone(1.0)
 
 

@@ -51,7 +51,7 @@ def test_a_slow_rank_lives_and_a_hung_one_writes_every_ranks_stack(
         assert job.server.wait_exit(5.0) not in (0, -signal.SIGKILL)
         client.join(10.0)
     text = job.server.text()
-    assert re.search(r"rank 1 \(pid \d+, host \S+\) hung: step \d+ has made no progress", job.summary())
+    assert re.search(r"rank 1 \(pid \d+, node \S+\) hung: step \d+ has made no progress", job.summary())
     asked = re.search(r"^spmd_serve watcher: asking (.*) for stacks$", text, re.MULTILINE)
     assert asked is not None and "rank 0" in asked[1] and "rank 1" in asked[1]
     assert "in be_slow" in text and text.count("most recent call first") >= 2
@@ -76,7 +76,7 @@ def test_an_engine_core_that_hangs_between_steps_is_named(
         assert status in (500, 503) and answer["error"]["code"] == status
         assert told > 11.0  # 5 s after a rank would be accused
         assert job.server.wait_exit(5.0) not in (0, -signal.SIGKILL)
-    assert re.search(r"engine core \(pid \d+, host \S+\) hung: its loop has made no progress", job.summary())
+    assert re.search(r"engine core \(pid \d+, node \S+\) hung: its loop has made no progress", job.summary())
     assert "in schedule" in job.server.text()
 
 
@@ -143,4 +143,4 @@ def test_a_cut_link_under_a_pipeline(
         if busy:
             client.join(10.0)
         text = job.servers["node0"].text()
-        assert "host node1 (rank 1) has been silent for" in text
+        assert "node node1 (rank 1) has been silent for" in text

@@ -65,7 +65,7 @@ class TestTwoStagesOfTwoRanks:
         with two_by_two.hosts.inside("node1"):
             assert two_by_two.endpoint.greedy(PROMPTS) == expected
             members = two_by_two.endpoint.members()
-        ranks = {member["rank"]: member["host"] for member in members if member["kind"] == "rank"}
+        ranks = {member["rank"]: member["hostname"] for member in members if member["kind"] == "rank"}
         assert ranks == {0: "node0", 1: "node0", 2: "node1", 3: "node1"}
 
     def test_twenty_prompts_together_equal_stock(self, two_by_two: HostsJob, stock_vllm: Endpoint) -> None:
@@ -117,7 +117,7 @@ class TestTwoStagesOfTwoRanks:
         seconds = footprint.seconds_to_end()
         note(f"kill -9 of the other host's torchrun agent: the job is gone after {seconds:.1f} s")
         assert here.wait_exit(1) not in (0, -signal.SIGKILL)
-        assert f"torchrun's agent (pid {agent}) on host node1 is gone" in first_cause(here)
+        assert f"torchrun's agent (pid {agent}) on node node1 is gone" in first_cause(here)
         footprint.assert_gone(1.0)
 
 
@@ -130,7 +130,7 @@ class TestFlatGloo:
         expected = stock_vllm.greedy(PROMPTS)
         with flat.hosts.inside("node0"):
             assert flat.endpoint.greedy_together(PROMPTS) == expected
-            members = {member["name"]: member["host"] for member in flat.endpoint.members()}
+            members = {member["name"]: member["hostname"] for member in flat.endpoint.members()}
         assert members == {
             "rank 0": "node1",
             "rank 1": "node0",

@@ -14,7 +14,7 @@ from tests.support.endpoint import Endpoint
 from tests.support.faults import freeze, watcher_below
 from tests.support.job import Job, torchrun_job
 from tests.support.processes import wait_exit
-from tests.support.recovery import noticed
+from tests.support.recovery import detected
 from tests.support.stock import PROMPTS
 from tests.support.waiting import Note, wait_until
 
@@ -63,7 +63,7 @@ def comes_back(job: Job, name: str, fault: Fault, expected: list[list[int]], not
     wait_until(lambda: serves(job, expected), SERVE_S, f"the job to serve again\n{job.server.tail()}")
     again = time.monotonic() - started
     last = job.endpoint.call("/topology")[1]["history"].get("last", {})
-    seen = noticed(last.get("detected_at", 0.0), clock)
+    seen = detected(last.get("detected_at", 0.0), clock)
     note(
         f"{'SIGSTOP' if stopped else 'kill -9'} of {name}, {clients} streams: {seen}"
         f"all gone after {gone:.2f} s, "
@@ -80,10 +80,10 @@ def test_a_rank_killed_under_streams_and_a_stopped_one(tiny_qwen3: Path, tmp_pat
         expected = job.endpoint.greedy(PROMPTS[:2], 16)
         victim = job.endpoint.pid("rank 1")
         text = comes_back(job, "rank 1", kill, expected, note, CLIENTS)
-        assert f"rank 1 (pid {victim}, host {os.uname().nodename}) was killed by SIGKILL" in text
+        assert f"rank 1 (pid {victim}, node {os.uname().nodename}) was killed by SIGKILL" in text
         victim = job.endpoint.pid("rank 0")
         text = comes_back(job, "rank 0", freeze, expected, note, 0)
-        assert f"rank 0 (pid {victim}, host {os.uname().nodename}) has been stopped (SIGSTOP)" in text
+        assert f"rank 0 (pid {victim}, node {os.uname().nodename}) has been stopped (SIGSTOP)" in text
 
 
 @pytest.mark.by_hand  # six starts of an engine for each

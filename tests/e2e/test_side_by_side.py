@@ -94,5 +94,5 @@ def test_a_killed_watcher_ends_the_job(jobs: tuple[Job, Job], note: Note) -> Non
     note(f"kill -9 of the watcher: the whole job is gone after {seconds:.1f} s")
     assert job.server.wait_exit(1) == 1
     (said,) = error_lines(job.server)
-    assert said == f"the watcher on host {os.uname().nodename} is gone"
+    assert said == f"the watcher on node {os.uname().nodename} is gone"
     footprint.assert_gone(1.0)

@@ -63,7 +63,7 @@ def test_two_nodes_serve_and_scancel_ends_all(
     with hosts.inside("n1"):
         assert endpoint.greedy(PROMPTS, 16) == expected
         members = endpoint.members()
-    assert {member["host"] for member in members} == {"n0", "n1"}
+    assert {member["hostname"] for member in members} == {"n0", "n1"}
     pids = {member["pid"] for member in members}
     family = [one for one in everybody() if one.pid in pids or str(tiny_qwen3) in one.command]
     assert len(family) > len(pids), "torchrun's agents too"

@@ -1,4 +1,4 @@
-"""What a running job holds on this machine, and whether all of it is gone after its end."""
+"""The processes, shared memory and ports of a running job, and checks that all are gone after its end."""
 
 import contextlib
 import os
@@ -13,9 +13,9 @@ from tests.support.processes import Process, assert_gone, descendants, is_tracke
 from tests.support.waiting import wait_until
 
 SHARED = Path("/dev/shm")
-TIDY_S = 5.0  # for those who only clean up behind others: multiprocessing's resource tracker
-SPIN_S = 3.0
-END_S = 25.0  # 2 to 3 s where nothing else runs; another file of tests may run too
+TIDY_S = 5.0  # for processes that only clean up after others: multiprocessing's resource tracker
+BUSY_POLL_S = 3.0
+END_S = 25.0  # 2 to 3 s on an idle machine; another file of tests may run too
 LISTEN = "0A"  # in /proc/net/tcp
 
 
@@ -23,7 +23,8 @@ LISTEN = "0A"  # in /proc/net/tcp
 class Footprint:
     """A job's processes, its names in /dev/shm, and the TCP ports that it listens on.
 
-    A port comes with its socket's inode: its number alone may be another's, in another network namespace too.
+    A port is identified by its socket's inode too: another job may use the same number, also in another
+    network namespace.
     """
 
     processes: tuple[Process, ...]
@@ -32,35 +33,35 @@ class Footprint:
 
     @classmethod
     def of(cls, *roots: int) -> Self:
-        """Everything at and below the processes `roots` now."""
-        family = [process for root in roots for process in (look(root), *descendants(root)) if process]
-        pids = [process.pid for process in family]
+        """Record everything at and below the processes `roots` now."""
+        processes = [process for root in roots for process in (look(root), *descendants(root)) if process]
+        pids = [process.pid for process in processes]
         shared = {name for pid in pids for name in _shared_of(pid)}
         ports = {port for pid in pids for port in _listening(pid)}
-        return cls(tuple(family), frozenset(shared), frozenset(ports))
+        return cls(tuple(processes), frozenset(shared), frozenset(ports))
 
     def assert_gone(self, deadline_s: float) -> None:
-        """Waits until nobody runs any more, then until nothing is left; AssertionError names what is."""
+        """Wait until no process runs, then until nothing is left; AssertionError names what is left."""
         workers = [process for process in self.processes if not is_tracker(process)]
         assert_gone(workers, deadline_s)
         assert_gone(self.processes, TIDY_S)
         wait_until(lambda: not self.left(), TIDY_S, f"the end of {self.shared}")
-        # A process may be dead to us while its last thread, and so its files, is not yet.
+        # A process may look dead while its last thread, which keeps its files open, still ends.
         wait_until(lambda: not self.ports & set(_listeners("self")), TIDY_S, f"the end of {self.ports}")
 
     def socket_files(self) -> set[Path]:
-        """The files of local sockets that its processes hold now (in the test's own network namespace)."""
+        """Return the files of local sockets that its processes hold now, in the test's network namespace."""
         lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
         named = {f"socket:[{line[6]}]": Path(line[7]) for line in lines if line[7:] and line[7][0] == "/"}
         held = {target for process in self.processes for target in _descriptors_of(process.pid)}
         return {path for socket, path in named.items() if socket in held}
 
     def left(self) -> set[str]:
-        """The names in /dev/shm that are still there."""
+        """Return the names in /dev/shm that still exist."""
         return {name for name in self.shared if (SHARED / name).exists()}
 
     def seconds_to_end(self, deadline_s: float = END_S) -> float:
-        """How long from now until all processes have ended; AssertionError after the deadline."""
+        """Return the seconds from now until all processes have ended; AssertionError after the deadline."""
         started = time.monotonic()
         workers = [process for process in self.processes if not is_tracker(process)]
         try:
@@ -72,11 +73,11 @@ class Footprint:
 
 
 def idle_cpu(pids: Mapping[str, int], seconds: float) -> dict[str, float]:
-    """The share of one core that each named process used while we slept, once vLLM's rings have stopped
+    """Return the share of one core that each named process uses during so many seconds.
 
-    spinning, which they do for a second after the last message.
+    First wait until vLLM's rings have stopped to busy-poll, which they do for a second after a message.
     """
-    time.sleep(SPIN_S)
+    time.sleep(BUSY_POLL_S)
     before, started = {name: cpu_seconds(pid) for name, pid in pids.items()}, time.monotonic()
     time.sleep(seconds)  # the measurement itself
     span = time.monotonic() - started
@@ -84,7 +85,7 @@ def idle_cpu(pids: Mapping[str, int], seconds: float) -> dict[str, float]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time that a process has used so far, all its threads together."""
+    """Return the CPU seconds that a process has used so far, all its threads together."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -98,12 +99,12 @@ def _shared_of(pid: int) -> set[str]:
 
 
 def ports_of(pid: int) -> set[int]:
-    """The TCP ports on which a process listens, in whatever network namespace."""
+    """Return the TCP ports on which a process listens, in its network namespace."""
     return {port for port, _ in _listening(pid)}
 
 
 def _listening(pid: int) -> set[tuple[int, str]]:
-    """Port and inode of the TCP sockets on which a process listens, in whatever network namespace."""
+    """Return port and inode of the TCP sockets on which a process listens, in its network namespace."""
     targets = _descriptors_of(pid)
     with contextlib.suppress(OSError):
         return {(port, inode) for port, inode in _listeners(pid) if f"socket:[{inode}]" in targets}
@@ -120,7 +121,7 @@ def _descriptors_of(pid: int) -> list[str]:
 
 
 def _listeners(pid: int | str) -> list[tuple[int, str]]:
-    """Port and inode of all listening TCP sockets in a process's network namespace."""
+    """Return port and inode of all listening TCP sockets in a process's network namespace."""
     tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
     lines = [line.split() for table in tables for line in table.splitlines()[1:]]
     return [(int(line[1].rpartition(":")[2], 16), line[9]) for line in lines if line[3] == LISTEN]

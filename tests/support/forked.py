@@ -1,4 +1,4 @@
-"""Functions run in forked processes, as torchrun's ranks and its store: a start takes milliseconds."""
+"""Functions that run in forked processes, as ranks or as torchrun's store; a start takes milliseconds."""
 
 import contextlib
 import json
@@ -20,27 +20,27 @@ DEADLINE_S = 30.0
 
 @dataclass
 class Child:
-    """A forked process; what its function returns (JSON) comes back by pipe."""
+    """A forked process; a pipe returns the result of its function as JSON."""
 
     pid: int
     _pipe: int
     _ended: bool = False
 
     def result(self, deadline_s: float = DEADLINE_S) -> Any:
-        """What the function returned. AssertionError where it raised, was killed, or takes too long."""
+        """Return the function's result; AssertionError if it raised, was killed, or takes too long."""
         text = self._read(deadline_s)
-        assert text, f"process {self.pid} ended without a word"
+        assert text, f"process {self.pid} ended without a result"
         answer = json.loads(text)
         assert "error" not in answer, answer["error"]
         return answer["value"]
 
     def wait_killed(self, deadline_s: float = DEADLINE_S) -> None:
-        """Wait until it has been killed, having returned nothing."""
+        """Wait until it has been killed without a result."""
         text = self._read(deadline_s)
         assert not text, f"process {self.pid} was to be killed, but returned {text}"
 
     def end(self) -> None:
-        """SIGKILL, and wait for it."""
+        """Kill it and wait for its exit."""
         if not self._ended:
             self._ended = True
             with contextlib.suppress(ProcessLookupError):
@@ -61,7 +61,7 @@ class Child:
 
 
 class Children:
-    """`with Children() as children: children.start(function)`: all are ended at the end, whatever happens."""
+    """`with Children() as children: children.start(function)`: the end of the block ends all of them."""
 
     def __init__(self) -> None:
         self._all: list[Child] = []
@@ -73,7 +73,7 @@ class Children:
         self.end()
 
     def start(self, function: Callable[[], object]) -> Child:
-        """Fork, and run the function there; the parent's clean-up code does not run in the child."""
+        """Fork a process that runs the function only, without the parent's clean-up code."""
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -83,7 +83,7 @@ class Children:
         return self._all[-1]
 
     def end(self) -> None:
-        """End all that were started."""
+        """End all children."""
         for child in self._all:
             child.end()
         self._all.clear()
@@ -101,7 +101,7 @@ def _run(function: Callable[[], object], pipe: int) -> None:
 
 @contextlib.contextmanager
 def store_server() -> Iterator[tuple[Child, int]]:
-    """A TCPStore in a process of its own, as torchrun's agent serves it; yields that process and the port."""
+    """Yield a process that serves a TCPStore, as torchrun's agent does, and its port."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     port = listener.getsockname()[1]
 

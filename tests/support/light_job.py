@@ -1,7 +1,7 @@
-"""A job without a model, for what torchrun and we do around one: `-m tests.support.light_job FLAGS`.
+"""A job without a model, to test torchrun's and our job control: `-m tests.support.light_job FLAGS`.
 
-Ranks, watchers, votes and rank 0's child are the program's own. The child answers every GET with the job's
-round, and when the last failure was noticed, as JSON; ranks wait for the end. So a round starts in seconds.
+Ranks, watchers, votes and rank 0's child are the program's own. The child answers every GET with JSON: the
+round, and when the last failure was detected. Ranks wait for the end. So a round starts in seconds.
 """
 
 import argparse
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def given_sizes(words: Sequence[str]) -> dict[str, int | str | None]:
-    """As vLLM's parser gives them."""
+    """Return TP, PP and DP as vLLM's parser does."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for flag, name in (("-tp", "tensor"), ("-pp", "pipeline"), ("-dp", "data")):
         parser.add_argument(
@@ -42,21 +42,21 @@ def given_sizes(words: Sequence[str]) -> dict[str, int | str | None]:
     return dict(vars(parser.parse_known_args(words)[0]))
 
 
-def serve(job: Job, door: "Listener", layout: Layout, started: float) -> None:
-    """Fork the child that answers."""
+def serve(job: Job, listener: "Listener", layout: Layout, started: float) -> None:
+    """Fork the child that answers requests."""
     spec = job_spec(job, layout)
     cluster = job.membership.cluster
     answer = {
         "round_id": job.membership.round_id,
         "dp": layout.dp,
-        "hosts": cluster.hosts,
+        "hostnames": cluster.hosts,
         "pids": {f"rank {info.rank}": info.pid for info in cluster.ranks},
     }
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             last = fetch_view(spec.watcher, 5.0)["history"].get("last", {})
-            body = json.dumps(answer | {"noticed_at": last.get("detected_at", 0.0)}).encode()
+            body = json.dumps(answer | {"detected_at": last.get("detected_at", 0.0)}).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -66,18 +66,18 @@ def serve(job: Job, door: "Listener", layout: Layout, started: float) -> None:
             pass
 
     def body() -> int:
-        about_to_listen(door.sock)
+        about_to_listen(listener.sock)
         server = HTTPServer(("", 0), Answer, bind_and_activate=False)
         server.socket.close()
-        server.socket = door.sock
+        server.socket = listener.sock
         server.server_activate()
         server.serve_forever()
         return 0
 
-    url = door.url_of(tls=False)
+    url = listener.url_of(tls=False)
     log.say(start_table(cluster, layout, {url: range(layout.dp)}))
     child = DriverChild.start("API server", body, spec, fork_engines=False)
-    door.sock.close()
+    listener.sock.close()
     job.drain_with(lambda reason: child.drain())
     job.before_exit(lambda: child.wait(REPORT_S))
     child.watch(lambda code: job.announce_end(0) if code == -15 else _child_ended(job, "API server", code))
@@ -86,7 +86,7 @@ def serve(job: Job, door: "Listener", layout: Layout, started: float) -> None:
         job.says_that_it_serves()
         job.say(f"ready after {time.monotonic() - started:.0f} s: {url}")
 
-    child.poll_until(door.answers, ready)
+    child.poll_until(listener.answers, ready)
 
 
 def main() -> None:
@@ -97,11 +97,11 @@ def main() -> None:
         open_probes(job)
         with job.voting("the command line"):
             layout = resolve_layout(job, given_sizes(early.rest))
-        door = open_listener(job, early, plan_endpoints(job, layout))
+        listener = open_listener(job, early, plan_endpoints(job, layout))
         job.link.entry.state("loading")
-        if door is not None:
-            serve(job, door, layout, started)
-        threading.Event().wait()  # a verdict or the announced end ends this process
+        if listener is not None:
+            serve(job, listener, layout, started)
+        threading.Event().wait()  # a root cause or the announced end ends this process
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Jobs of real processes for the tests of liveness: hosts with a pretended agent, a watcher and members."""
+"""Jobs of real processes to test liveness: nodes with a stand-in for the agent, a watcher and members."""
 
 import contextlib
 import json
@@ -20,16 +20,16 @@ from tests.support.waiting import wait_until
 ROOT = Path(__file__).resolve().parents[2]
 ROUND_ID = "0123456789ab"
 PATIENCE_S = 20.0
-"""Deadline of every wait for something that should come at once; only a broken run reaches it."""
+"""Deadline in seconds of waits for events that should come at once; only a failing run reaches it."""
 QUIET_S = 60.0
-"""--rank-timeout where a test names none: there nobody is lost by silence, however little time he gets."""
+"""Default --rank-timeout of tests: so long that a starved process never counts as silent."""
 GRACE_S = 3.0
-"""Room for a starved actor to tell its verdict before its watcher ends it."""
+"""Time for a starved actor to report the root cause before its watcher kills it."""
 GONE_S = 15.0
 
 
 class Actor:
-    """One process of the job; see `tests.support.liveness_actor` for its commands."""
+    """A process of the job; `tests.support.liveness_actor` defines its commands."""
 
     def __init__(self, job: "Job", log: Path) -> None:
         self.log = log
@@ -73,19 +73,19 @@ class Actor:
                 self._events.wait(left)
 
     def send(self, command: str, *args: Any) -> None:
-        """Give a command without waiting for its answer."""
+        """Send a command without waiting for its answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([command, args]).encode() + b"\n")
         self.process.stdin.flush()
 
     def answer(self, timeout_s: float = PATIENCE_S) -> Any:
-        """The answer to the oldest unanswered command; AssertionError when the command raised."""
+        """Return the answer to the oldest unanswered command; AssertionError if the command raised."""
         line = self._next(lambda line: "event" not in line, "answer", timeout_s)
         assert "problem" not in line, line["problem"]
         return line["answer"]
 
     def do(self, command: str, *args: Any) -> Any:
-        """Give a command and return its answer."""
+        """Send a command and return its answer."""
         self.send(command, *args)
         return self.answer()
 
@@ -94,31 +94,31 @@ class Actor:
         return self.do("link_call", method, args, kwargs)
 
     def announce_end(self, end: End | None = None, timeout_s: float = PATIENCE_S) -> bool:
-        """Whether all hosts know in time of the job's end, this part being the last."""
+        """Announce the end of a part; return whether all nodes know of the job's end in time."""
         known: bool = self.do("announce_end", asdict(end or End()), timeout_s)
         return known
 
     def expect(self, event: str, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
-        """Wait for a callback of its link: "verdict", "drain" or "end"."""
+        """Wait for a callback of its link: "root_cause", "drain" or "end"."""
         return self._next(lambda line: line.get("event") == event, event, timeout_s)
 
     def saw(self, event: str) -> bool:
-        """Whether such a callback has come so far and was not expected."""
+        """Return whether such a callback has come that no `expect` has consumed."""
         with self._events:
             return any(line.get("event") == event for line in self._lines)
 
     def kill(self, number: int = signal.SIGKILL) -> float:
-        """Send a signal; returns the time (time.monotonic)."""
+        """Send a signal; return the time (time.monotonic)."""
         at = time.monotonic()
         os.kill(self.pid, number)
         return at
 
     def wait_stacks(self) -> None:
-        """Until its threads' stacks are in its log, to which the verdict has not waited for a starved one."""
+        """Wait until the stacks of its threads are in its log; the root cause may be declared before."""
         wait_until(lambda: "hread 0x" in self.log.read_text(), PATIENCE_S, f"the stacks of pid {self.pid}")
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """Kill it."""
         self.process.kill()
         self.process.wait()
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -129,7 +129,7 @@ class Actor:
 
 
 class Host:
-    """A pretended agent, and the actors of that host; `ranks[0]` has started the watcher."""
+    """A node: a stand-in for the agent, and the actors; `ranks[0]` has started the watcher."""
 
     def __init__(self, job: "Job", node: int, ranks: tuple[int, ...], **options: Any) -> None:
         self.job = job
@@ -143,28 +143,28 @@ class Host:
             self.watcher_pid = self.join(actor, "rank", f"rank {number}", number)
 
     def join(
-        self, actor: Actor, kind: str, name: str, rank: int | None = None, default_verdict: bool = False
+        self, actor: Actor, kind: str, name: str, rank: int | None = None, default_callback: bool = False
     ) -> int:
-        """Make an actor a member of this host; returns the watcher's pid."""
+        """Register an actor with this node's watcher; return the watcher's pid."""
         hello = {"kind": kind, "name": name, "rank": rank, "pid": actor.pid}
-        watcher_pid: int = actor.do("connect", self.address, hello, PATIENCE_S, default_verdict)
+        watcher_pid: int = actor.do("connect", self.address, hello, PATIENCE_S, default_callback)
         self.job.note(watcher_pid)
         return watcher_pid
 
     def child(self, kind: str, name: str) -> Actor:
-        """One more member."""
+        """Start one more member."""
         actor = self.job.actor(kind)
         self.join(actor, kind, name)
         return actor
 
     @property
     def log(self) -> str:
-        """What its watcher (and local rank 0) wrote to stderr."""
+        """What its watcher and local rank 0 have written to stderr."""
         return self.ranks[0].log.read_text()
 
 
 class Job:
-    """Everything that a test has started; `close` ends it and checks that no watcher stays behind."""
+    """Everything that a test has started; `close` ends it and checks that no watcher is left."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -174,29 +174,29 @@ class Job:
         self.hosts: list[Host] = []
 
     def note(self, pid: int) -> None:
-        """A process that must be gone in the end."""
+        """Record a process that must be gone at the end."""
         process = look(pid)
         if process is not None:
             self._noted.append(process)
 
     def actor(self, name: str) -> Actor:
-        """A fresh process."""
+        """Start a process."""
         actor = Actor(self, self._folder / f"{len(self._actors)}-{name}.log")
         self._actors.append(actor)
         return actor
 
     def host(self, *ranks: int, **options: Any) -> Host:
-        """One more host with these global ranks; options go to start_watcher."""
+        """Add a node with these global ranks; the options go to `start_watcher`."""
         host = Host(self, len(self.hosts), ranks, **options)
         self.hosts.append(host)
         self._ranks = (*self._ranks, ranks)
         return host
 
     def config(self, node: int, port: int, **changes: Any) -> dict[str, Any]:
-        """The configuration of one node."""
+        """Return the configuration of one node."""
         values: dict[str, Any] = {
             "node": node,
-            "hosts": tuple("abcdef"[: len(self.hosts)]),
+            "hostnames": tuple("abcdef"[: len(self.hosts)]),
             "ranks": self._ranks,
             "head_address": "127.0.0.1",
             "head_port": port,
@@ -208,31 +208,31 @@ class Job:
         return WatchConfig(**values).to_json()
 
     def configure(self, **changes: Any) -> int:
-        """Connect all hosts' watchers; returns the head's port once the head sees all hosts."""
+        """Connect the watchers of all nodes; return the head's port once all are connected."""
         head = self.hosts[0].ranks[0]
         port: int = head.link("listen", "127.0.0.1") if len(self.hosts) > 1 else 0
         for host in self.hosts:
             host.ranks[0].do("configure", self.config(host.node, port, **changes))
-        wait_until(self.all_seen, PATIENCE_S, "all hosts to join the watch")
+        wait_until(self.all_seen, PATIENCE_S, "the watchers of all nodes to connect")
         return port
 
     def all_seen(self) -> bool:
-        """Whether the head's watcher hears those of all hosts."""
+        """Return whether the watchers of all nodes are connected to the head's."""
         view = self.hosts[0].ranks[0].link("view", PATIENCE_S)
-        return all(host["seen_s_ago"] is not None for host in view["hosts"])
+        return all(node["seen_s_ago"] is not None for node in view["nodes"])
 
     def all_gone(self) -> None:
-        """Wait until every process that was noted is gone, but the agents."""
+        """Wait until all recorded processes except the agents are gone."""
         agents = {host.agent.pid for host in self.hosts}
         assert_gone([process for process in self._noted if process.pid not in agents], GONE_S)
 
     def kill_actors(self) -> None:
-        """End those who would stay for the whole grace time."""
+        """Kill all actors; some would stay for the whole grace time."""
         for actor in self._actors:
             actor.process.kill()
 
     def close(self) -> None:
-        """End everything by pid; AssertionError when a watcher outlives its members by more than 10 s."""
+        """End everything by pid; AssertionError if a watcher outlives its members by more than 10 s."""
         for host in self.hosts:
             host.agent.kill()
             host.agent.wait()

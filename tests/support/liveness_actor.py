@@ -1,4 +1,4 @@
-"""A process of a job, by remote control: obeys JSON lines on stdin, answers on stdout, has a `WatcherLink`.
+"""A remote-controlled process of a job: reads JSON commands on stdin, answers on stdout, has a `WatcherLink`.
 
 Run as `python -m tests.support.liveness_actor`; its other end is `tests.support.liveness.Actor`.
 """
@@ -19,8 +19,8 @@ from spmd_serve.system.process import die_with_parent_in_children
 _writing = threading.Lock()
 
 
-def say(line: dict[str, Any]) -> None:
-    """One line to the test."""
+def send(line: dict[str, Any]) -> None:
+    """Send one line to the test."""
     with _writing:
         os.write(1, json.dumps(line).encode() + b"\n")
 
@@ -33,18 +33,18 @@ class Commands:
     def start_watcher(self, agent_pid: int, restart_count: int, options: dict[str, Any]) -> str:
         return start_watcher(agent_pid, restart_count, **options)
 
-    def connect(self, address: str, hello: dict[str, Any], deadline_s: float, default_verdict: bool) -> int:
+    def connect(self, address: str, hello: dict[str, Any], deadline_s: float, default_callback: bool) -> int:
         def on_root_cause(root_cause: RootCause) -> None:
-            say({"event": "root_cause", "at": time.monotonic(), **root_cause.to_json()})
+            send({"event": "root_cause", "at": time.monotonic(), **root_cause.to_json()})
 
         def on_drain(reason: str) -> None:
-            say({"event": "drain", "at": time.monotonic(), "reason": reason})
+            send({"event": "drain", "at": time.monotonic(), "reason": reason})
 
         def on_end(end: End) -> None:
-            say({"event": "end", "at": time.monotonic(), "code": end.code, "early": end.early})
+            send({"event": "end", "at": time.monotonic(), "code": end.code, "early": end.early})
 
         self.link = WatcherLink.connect(
-            address, hello, deadline_s, end_process if default_verdict else on_root_cause, on_drain, on_end
+            address, hello, deadline_s, end_process if default_callback else on_root_cause, on_drain, on_end
         )
         return self.link.watcher_pid
 
@@ -69,11 +69,11 @@ class Commands:
         threading.Thread(target=turn, daemon=True).start()
 
     def hold_gil(self, for_s: float) -> None:
-        """No other Python thread of this process runs meanwhile."""
+        """Sleep while no other Python thread of this process can run."""
         ctypes.PyDLL(None).usleep(int(for_s * 1e6))
 
     def burn_holding_gil(self, for_s: float) -> None:
-        """The same, busy: one call into C after the other, with no thread switch between them."""
+        """The same, but busy: one call into C after the other, without a thread switch between them."""
         sys.setswitchinterval(1000)
         end = time.monotonic() + for_s
         while time.monotonic() < end:
@@ -81,23 +81,23 @@ class Commands:
         sys.setswitchinterval(0.005)
 
     def fork_child(self, dies_with_parent: bool = True) -> int:
-        """A child that inherits everything and sleeps."""
+        """Fork a child that inherits everything, tries to use the parent's link, and sleeps."""
         if dies_with_parent:
             die_with_parent_in_children()
         child = os.fork()
         if child == 0:
-            self.link.failed("a forked child has no voice on its parent's link")
+            self.link.failed("a forked child must not send on its parent's link")
             self.link.entry.step_begin()
             time.sleep(60)
             os._exit(0)
         return child
 
     def reset_stacks_signal(self) -> None:
-        """What a child may do that was forked by a member."""
+        """Reset the signal handler, as a forked child of a member may."""
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
     def fail_and_exit(self, cause: str, peer: bool, code: int) -> None:
-        """Report, and end at once."""
+        """Report the error and exit at once."""
         self.link.failed(cause, peer=peer)
         os._exit(code)
 
@@ -110,14 +110,14 @@ class Commands:
 
 
 def main() -> None:
-    """Obey until stdin ends."""
+    """Run commands until stdin ends."""
     commands = Commands()
     for line in sys.stdin:
         name, args = json.loads(line)
         try:
-            say({"answer": getattr(commands, name)(*args)})
+            send({"answer": getattr(commands, name)(*args)})
         except Exception as problem:
-            say({"problem": f"{type(problem).__name__}: {problem}"})
+            send({"problem": f"{type(problem).__name__}: {problem}"})
 
 
 if __name__ == "__main__":

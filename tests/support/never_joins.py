@@ -1,4 +1,4 @@
-"""A rank that starts and never says a word: torchrun runs this in spmd_serve's place."""
+"""A rank that starts but never joins the rendezvous; torchrun runs this instead of spmd_serve."""
 
 import signal
 

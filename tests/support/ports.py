@@ -5,19 +5,19 @@ import random
 import socket
 from pathlib import Path
 
-# Which worker of pytest-xdist this is, and of how many: each has ports of its own.
+# The number of this pytest-xdist worker, and how many there are: each uses ports of its own.
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
-_given: set[int] = {29400, 29500}  # torchrun takes these where nothing else is said
+_given: set[int] = {29400, 29500}  # torchrun's defaults
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A port that nobody listens on, and that the kernel gives to nobody by itself.
+    """Return a port without a listener that the kernel does not assign by itself.
 
-    A port taken with bind(0) and closed again may become somebody's outgoing connection before the server
-    has it. So this one lies below the kernel's own range, chosen at random, tried, and never given twice, nor
-    to two workers of one run.
+    The kernel may use a port that bind(0) has returned for an outgoing connection before the server binds it.
+    So this port lies below the kernel's range, is chosen at random and tried, and is returned once only, to
+    one worker of a run.
     """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     own = range(max(1024, lowest - 15000) + _WORKER % _WORKERS, lowest, _WORKERS)

@@ -1,4 +1,4 @@
-"""Processes as /proc shows them: who descends from whom, who is still there."""
+"""Processes as /proc shows them: descendants, survivors, exits."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from tests.support.waiting import wait_until
 
 @dataclass(frozen=True)
 class Process:
-    """One process, told apart from a later one with its pid by the start time (clock ticks since boot)."""
+    """A process, identified by its pid and its start time (clock ticks since boot)."""
 
     pid: int
     parent: int
@@ -22,19 +22,19 @@ class Process:
     command: str
 
     def alive(self) -> bool:
-        """Whether it still runs; a zombie (dead, not yet waited for) does not."""
+        """Return whether it still runs; a zombie (dead, not yet waited for) does not."""
         now = look(self.pid)
         return now is not None and now.started == self.started and now.state not in "ZX"
 
     def environ(self) -> dict[str, str]:
-        """The environment that it was started with; empty where it is gone."""
+        """Return the environment that it was started with; empty if it is gone."""
         with contextlib.suppress(OSError):
             raw = Path(f"/proc/{self.pid}/environ").read_bytes().decode(errors="replace")
             return dict(entry.split("=", 1) for entry in raw.split("\0") if "=" in entry)
         return {}
 
     def signal(self, number: int) -> None:
-        """Sends a signal to this process, never to a later one with its pid."""
+        """Send a signal to this process, but not to a later one with the same pid."""
         if self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -44,7 +44,7 @@ class Process:
 
 
 def look(pid: int) -> Process | None:
-    """What /proc says of a pid; None where there is no such process."""
+    """Return the process with this pid, or None."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         command = (
@@ -63,7 +63,7 @@ def everybody() -> list[Process]:
 
 
 def descendants(pid: int) -> list[Process]:
-    """A snapshot of all children of a process, their children, and so on: parents first, zombies left out."""
+    """Return all descendants of a process at this moment, parents first, without zombies."""
     children: dict[int, list[Process]] = {}
     for process in everybody():
         children.setdefault(process.parent, []).append(process)
@@ -82,7 +82,7 @@ def survivors(processes: Iterable[Process]) -> list[Process]:
 
 
 def assert_gone(processes: Iterable[Process], deadline_s: float) -> None:
-    """Waits until none of the processes runs any more; DeadlineError names those that do, and ends them."""
+    """Wait until none of the processes runs; else kill the remaining ones and raise AssertionError."""
     snapshot = list(processes)
     names = ", ".join(str(process) for process in snapshot)
     try:
@@ -95,7 +95,7 @@ def assert_gone(processes: Iterable[Process], deadline_s: float) -> None:
 
 
 def kill(processes: Iterable[Process]) -> None:
-    """SIGKILL for all but resource trackers (multiprocessing), which remove what others leave, and end."""
+    """Kill all processes except multiprocessing's resource trackers, which clean up and then end."""
     for process in processes:
         if not is_tracker(process):
             process.signal(signal.SIGKILL)
@@ -106,7 +106,7 @@ def is_tracker(process: Process) -> bool:
 
 
 def wait_exit(pid: int, deadline_s: float) -> bool:
-    """Whether the process ended in time; the kernel wakes us, so measurements carry no polling delay."""
+    """Return whether the process has ended in time, without the delay of polling."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

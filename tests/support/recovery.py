@@ -1,11 +1,13 @@
-"""Jobs that fail and come back: started without a model, asked which round of theirs serves."""
+"""Jobs without a model that fail and restart; tests ask which round of a job serves."""
 
 import contextlib
 import json
+import os
+import signal
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +25,41 @@ SERVE_S = 90.0
 ASK_S = 2.0
 
 Round = dict[str, Any]
-"""What a light job answers: its generation, dp, hosts, the pids of its ranks, and `noticed_at`: the Unix time
+"""A light job's answer: round id, DP, hostnames, pids of the ranks, and `detected_at`: the Unix time at
+which the root cause of the last failure was declared, 0 without a failure."""
 
-of the last failure's verdict, 0 where there was none."""
 
+def detected(at: float, clock: float) -> str:
+    """Say how long after the Unix time `clock` the root cause was declared; `at` is the job's record of that.
 
-def noticed(at: float, clock: float) -> str:
-    """How long after the Unix time `clock` the verdict was, which the next round remembers to be of `at`.
-
-    Nothing where nobody has kept a note of it, for the (head's) watcher is what was killed.
+    Empty without such a record, because the head's watcher itself was killed.
     """
-    return f"noticed after {at - clock:.2f} s, " if at > clock else ""
+    return f"detected after {at - clock:.2f} s, " if at > clock else ""
 
 
 @dataclass
 class LightJob:
-    """Agents of one job, by number; those that were not started yet can join later."""
+    """Agents of one job, by number; agents that have not been started can join later."""
 
     servers: list[Server]
     url: str
     hosts: Hosts | None = None
-    _stack: ExitStack = field(default_factory=ExitStack)
 
     def start(self, *agents: int) -> None:
-        """Start these agents, all where none is named."""
+        """Start these agents, or all of them if none is given."""
         for number in agents or range(len(self.servers)):
-            server = self.servers[number]
-            self._stack.callback(server.end)
-            server.start()
+            self.servers[number].start()
+
+    def end(self) -> None:
+        """End all agents at once: torchrun's static rendezvous waits 300 s for agents that have left."""
+        running = [server for server in self.servers if server.is_running]
+        for server in running:
+            os.kill(server.pid, signal.SIGTERM)
+        for server in running:
+            server.end()
 
     def round_now(self) -> Round | None:
-        """The round that answers now."""
+        """Return the answer of the round that serves now, or None."""
         head = nullcontext() if self.hosts is None else self.hosts.inside(self.hosts.names[0])
         with contextlib.suppress(OSError, ValueError), head:
             answer = urllib.request.urlopen(self.url, timeout=ASK_S)
@@ -63,7 +69,7 @@ class LightJob:
         return None
 
     def served(self, after: Round | None = None, deadline_s: float = SERVE_S) -> Round:
-        """Waits until a round serves, another one than `after`; AssertionError shows the agents' logs."""
+        """Wait until a round other than `after` serves; AssertionError shows the agents' logs."""
 
         def fresh() -> Round | None:
             found = self.round_now()
@@ -75,12 +81,12 @@ class LightJob:
             raise AssertionError(f"{late}\n{self.logs()}") from None
 
     def ranks(self) -> Footprint:
-        """What all ranks and their children hold now, without the agents."""
+        """Return what all ranks and their children hold now, without the agents."""
         agents = [server.pid for server in self.servers if server.is_running]
         return Footprint.of(*(rank.pid for pid in agents for rank in rank_processes(pid).values()))
 
     def logs(self) -> str:
-        """The end of every agent's log."""
+        """Return the end of every agent's log."""
         return "\n".join(
             f"--- {server.log}\n{server.tail()}" for server in self.servers if server.log.exists()
         )
@@ -99,9 +105,9 @@ def light_job(
     shared_store: bool = False,
     hosts: Hosts | None = None,
 ) -> Iterator[LightJob]:
-    """A job of `agents` torchruns on this machine (or one on each of `hosts`), started by `start`.
+    """Yield a job of `agents` torchruns on this machine (or one on each of `hosts`); `start` starts it.
 
-    shared_store: torchrun's default, with which its agent serves the store of the ranks; see UNSHARED.
+    shared_store: torchrun's default, in which its agent serves the store of the ranks; see UNSHARED.
     """
     names = hosts.names if hosts is not None else ["127.0.0.1"] * agents
     addresses = [hosts.address(name) if hosts is not None else name for name in names]
@@ -114,7 +120,7 @@ def light_job(
             nnodes=nnodes or str(len(names)),
             node_rank=number if backend == "static" else None,
             local_addr=address,
-            # All agents here have the endpoint's address: the first one is to serve torchrun's store.
+            # All agents here have the endpoint's address; the first one must serve torchrun's store.
             is_host=number == 0 if backend == "c10d" and hosts is None else None,
         )
         arguments = [f"--port={port}", *flags]
@@ -131,5 +137,7 @@ def light_job(
             )
         )
     job = LightJob(servers, f"http://{addresses[0]}:{port}/", hosts)
-    with job._stack:
+    try:
         yield job
+    finally:
+        job.end()

@@ -1,4 +1,4 @@
-"""A watcher's view of its job, for whoever is no part of that."""
+"""A watcher's view of its job, for processes that are not members."""
 
 import socket
 import time
@@ -9,9 +9,9 @@ from spmd_serve.wire.lines import BadLine, LineBuffer, pack, unpack
 
 
 def fetch_view(address: str, timeout_s: float) -> dict[str, Any]:
-    """Ask the watcher at `address` for its view without being a member.
+    """Return the view of the watcher at `address`.
 
-    Raises OSError: ConnectionRefusedError without such a watcher, TimeoutError after `timeout_s` seconds.
+    Raises OSError: ConnectionRefusedError if no watcher listens, TimeoutError after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     lines = LineBuffer()
@@ -34,4 +34,4 @@ def fetch_view(address: str, timeout_s: float) -> dict[str, Any]:
                     if isinstance(view, dict):
                         return view
             except (BadLine, KeyError) as problem:
-                raise ConnectionResetError(f"no answer of a watcher: {problem}") from problem
+                raise ConnectionResetError(f"not a watcher's answer: {problem}") from problem

@@ -1,4 +1,4 @@
-"""Waiting for something to become true: always with a deadline, always saying for what."""
+"""Waits for conditions: each has a deadline and an error that says what it waited for."""
 
 import time
 from collections.abc import Callable
@@ -9,15 +9,15 @@ T = TypeVar("T")
 POLL_S = 0.05
 
 Note = Callable[[str], None]
-"""Prints what a test has seen, past pytest's capture."""
+"""Keeps a line of a test for pytest's summary."""
 
 
 class DeadlineError(AssertionError):
-    """What was waited for did not happen in time."""
+    """A condition has not become true in time."""
 
 
 def wait_until(condition: Callable[[], T | None], deadline_s: float, what: str) -> T:
-    """Asks again and again and returns the first true answer; DeadlineError after `deadline_s` seconds."""
+    """Poll the condition and return its first true value; DeadlineError after `deadline_s` seconds."""
     end = time.monotonic() + deadline_s
     while True:
         if answer := condition():

@@ -1,4 +1,4 @@
-"""The probe port of a job without a model: open from early on, again after a restart, or refused."""
+"""The probe port of a job without a model: it opens early, opens again after a restart, or is refused."""
 
 import json
 import os
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 
 def probe(port: int, path: str) -> tuple[int, str]:
-    """Status and body; 0 where nobody answers."""
+    """Return status and body; status 0 if nothing answers."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5.0) as answer:
             return answer.status, answer.read().decode()
@@ -37,7 +37,7 @@ def metric(port: int, name: str) -> float:
     return float(value)
 
 
-def test_the_same_port_again_after_a_failure_which_is_remembered(tmp_path: Path, note: Note) -> None:
+def test_the_port_opens_again_after_a_failure_and_the_metrics_count_it(tmp_path: Path, note: Note) -> None:
     port = free_port()
     with light_job(tmp_path, f"--probe-port={port}", ranks=2, max_restarts=1) as job:
         job.start()
@@ -55,14 +55,14 @@ def test_the_same_port_again_after_a_failure_which_is_remembered(tmp_path: Path,
         assert 0 <= detect < 2.0 and 0 < recover < 90.0
 
 
-def test_a_port_that_is_taken_is_one_line_on_every_rank(tmp_path: Path) -> None:
+def test_a_port_in_use_is_one_line_on_every_rank(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         with light_job(tmp_path, f"--probe-port={port}", ranks=2) as job:
             job.start()
             assert job.servers[0].wait_exit(60.0) not in (0, -signal.SIGKILL)
-            said = error_lines(job.servers[0])
-    # A rank that the verdict ends before it speaks says nothing.
-    assert 1 <= len(said) <= 2 and set(said) == {said[0]}
-    assert f"--probe-port {port} cannot be opened on {os.uname().nodename}: " in said[0]
-    assert "already in use" in said[0]
+            lines = error_lines(job.servers[0])
+    # A rank that ends because of the root cause before it can report writes nothing.
+    assert 1 <= len(lines) <= 2 and set(lines) == {lines[0]}
+    assert f"--probe-port {port} cannot be opened on {os.uname().nodename}: " in lines[0]
+    assert "already in use" in lines[0]

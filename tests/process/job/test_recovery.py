@@ -1,4 +1,4 @@
-"""torchrun starts a failed job again: what fails is real, what is served is no model, so rounds are short."""
+"""torchrun restarts failed jobs. The faults are real; the jobs serve no model, so that rounds are short."""
 
 import os
 import re
@@ -13,22 +13,22 @@ from tests.support.faults import freeze, frozen, kill_nine, rank_processes, watc
 from tests.support.footprint import Footprint
 from tests.support.netns import Hosts
 from tests.support.processes import descendants
-from tests.support.recovery import LightJob, Round, light_job, noticed
+from tests.support.recovery import LightJob, Round, detected, light_job
 from tests.support.server import Server
 from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 GONE_S = 25.0
-"""Within so long after a fault the whole old round has ended."""
+"""Seconds after a fault within which all processes of the old round must have ended."""
 JOINED_S = 40.0
-"""The same, counted from the start of another torchrun."""
+"""The same, counted from the start of a torchrun that joins."""
 
-by_hand = pytest.mark.by_hand  # so that the usual run takes two minutes; what it leaves out is much alike
+by_hand = pytest.mark.by_hand  # variants of the tests that run by default; together they take minutes
 
 
 def api_server(agent: int) -> int:
-    """The pid of rank 0's child."""
+    """Return the pid of rank 0's child."""
     (rank,) = (process for number, process in rank_processes(agent).items() if number == 0)
     (child,) = (child for child in descendants(rank.pid) if child.pid != watcher_below(agent))
     return child.pid
@@ -42,14 +42,14 @@ def recovers(
     note: Note,
     gone_s: float = GONE_S,
 ) -> Round:
-    """Makes a fault; all of the old round ends, a new one serves, nothing of the old one is left."""
+    """Make a fault; check that the old round ends completely and that a new one serves."""
     old = job.ranks()
     started, clock = time.monotonic(), time.time()
     make()
     gone = old.seconds_to_end(gone_s)
     after = job.served(before)
     again = time.monotonic() - started
-    seen = noticed(after["noticed_at"], clock)
+    seen = detected(after["detected_at"], clock)
     note(f"{fault}: {seen}all gone after {gone:.2f} s, serving again after {again:.2f} s")
     assert not set(after["pids"].values()) & set(before["pids"].values())
     assert not old.left()
@@ -74,10 +74,10 @@ def test_five_deaths_of_five_processes_on_one_agent(tmp_path: Path, note: Note) 
             now = recovers(job, now, fault, make, note)
         text = job.servers[0].text()
     for cause in (
-        rf"rank 1 (pid {first['pids']['rank 1']}, host {os.uname().nodename}) was killed by SIGKILL",
+        rf"rank 1 (pid {first['pids']['rank 1']}, node {os.uname().nodename}) was killed by SIGKILL",
         "API server",
         "rank 0",
-        f"the watcher on host {os.uname().nodename} is gone",
+        f"the watcher on node {os.uname().nodename} is gone",
     ):
         assert cause in text
     assert re.search(r"rank 1 .* has been stopped \(SIGSTOP\) for [45](\.\d)? s", text)
@@ -85,7 +85,7 @@ def test_five_deaths_of_five_processes_on_one_agent(tmp_path: Path, note: Note) 
 
 @pytest.mark.parametrize("backend", [pytest.param("c10d", marks=by_hand), "static"])
 def test_two_agents_restart(tmp_path: Path, note: Note, backend: str) -> None:
-    """With static rendezvous each agent restarts its own ranks, and knows nothing of the other."""
+    """With static rendezvous each agent restarts its own ranks without knowledge of the other agent."""
     with light_job(
         tmp_path, "-tp=1", "-pp=2", agents=2, backend=backend, max_restarts=3, shared_store=True
     ) as job:
@@ -114,19 +114,19 @@ def test_a_kill_during_the_restart_after_another(tmp_path: Path, note: Note, sha
 
 
 @pytest.mark.netns
-def test_a_cut_link_ends_the_job_on_both_sides_and_it_comes_back(
+def test_a_cut_link_ends_the_job_on_both_sides_and_the_node_joins_again(
     can_simulate_hosts: None, tmp_path: Path, note: Note
 ) -> None:
     with Hosts("node0", "node1") as hosts:
-        flags = ("-tp=1", "-dp=auto")  # the default --rank-timeout of 10 s
+        flags = ("-tp=1", "-dp=auto", "--rank-timeout=5")
         with light_job(tmp_path, *flags, nnodes="1:2", max_restarts=3, hosts=hosts) as job:
             job.start()
             now = job.served()
             while now["dp"] < 2:
                 now = job.served(now)
-            now = recovers(job, now, "link cut, --rank-timeout 10", lambda: hosts.cut("node1"), note, 35.0)
+            now = recovers(job, now, "link cut, --rank-timeout 5", lambda: hosts.cut("node1"), note, 35.0)
             assert now["dp"] == 1
-            assert "host node1 (rank 1) has been silent for" in job.servers[0].text()
+            assert "node node1 (rank 1) has been silent for" in job.servers[0].text()
             job.servers[1].end()
             hosts.mend("node1")
             now = recovers(job, now, "the cut node joins again", lambda: job.start(1), note, JOINED_S)
@@ -136,7 +136,7 @@ def test_a_cut_link_ends_the_job_on_both_sides_and_it_comes_back(
 @by_hand
 @pytest.mark.parametrize("backend", ["c10d", "static"])
 def test_a_killed_agent_is_started_again(tmp_path: Path, note: Note, backend: str) -> None:
-    """By whoever looks after its machine: the same command, and the job that waits for it goes on."""
+    """A supervisor runs the same command again, and the job, which waits for the agent, continues."""
     with light_job(tmp_path, "-tp=1", "-pp=2", agents=2, backend=backend, max_restarts=3) as job:
         job.start()
         now = job.served()
@@ -151,7 +151,7 @@ def test_a_killed_agent_is_started_again(tmp_path: Path, note: Note, backend: st
 
 
 @by_hand
-def test_an_agent_that_dies_takes_its_ranks_along_and_the_others_go_on(tmp_path: Path, note: Note) -> None:
+def test_an_agent_that_dies_ends_its_ranks_and_the_others_continue(tmp_path: Path, note: Note) -> None:
     with light_job(tmp_path, "-tp=1", "-dp=auto", agents=2, nnodes="1:2", max_restarts=3) as job:
         job.start()
         now = job.served()
@@ -189,7 +189,7 @@ def test_a_world_that_makes_no_replica_waits_for_a_node(tmp_path: Path, note: No
         job.start(2)
         now = job.served()
         note(f"served {time.monotonic() - started:.2f} s after the missing node was started")
-        assert (now["dp"], len(now["hosts"])) == (1, 3)
+        assert (now["dp"], len(now["hostnames"])) == (1, 3)
 
 
 def test_a_world_that_makes_no_replica_is_an_error(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_two_agents_restart_with_etcd(
 def test_a_stopped_etcd_does_not_disturb_a_running_job(
     etcd: tuple[Server, str], tmp_path: Path, note: Note
 ) -> None:
-    """It is needed to meet, not to serve: torchrun's heartbeats fail, and go on when it is back."""
+    """Only a rendezvous needs etcd: torchrun's heartbeats fail and continue when it is back."""
     with light_job(
         tmp_path, "-tp=1", "-pp=2", agents=2, backend="etcd-v2", endpoint=etcd[1], max_restarts=3
     ) as job:
@@ -234,5 +234,5 @@ def test_a_stopped_etcd_does_not_disturb_a_running_job(
             time.sleep(5.0)  # longer than torchrun's keep-alive
             assert job.round_now() == now
         recovers(
-            job, now, "etcd was stopped and goes on: rank 1", lambda: kill_nine(now["pids"]["rank 1"]), note
+            job, now, "etcd was stopped and continues: rank 1", lambda: kill_nine(now["pids"]["rank 1"]), note
         )

@@ -52,8 +52,8 @@ def test_a_remote_rank_killed_is_known_everywhere_at_once(job: Job, key: str | N
     head, other = two_hosts(job, key=key)
     at = other.ranks[1].kill()
     root_cause = everybody_is_told([*head.ranks, other.ranks[0]], at, TOLD_S)
-    assert root_cause["cause"] == f"rank 3 (pid {other.ranks[1].pid}, host b) was killed by SIGKILL"
-    assert (root_cause["rank"], root_cause["host"]) == (3, "b")
+    assert root_cause["cause"] == f"rank 3 (pid {other.ranks[1].pid}, node b) was killed by SIGKILL"
+    assert (root_cause["rank"], root_cause["hostname"]) == (3, "b")
     job.kill_actors()
     job.all_gone()
 
@@ -62,7 +62,7 @@ def test_a_rank_of_the_head_killed_is_known_everywhere_at_once(job: Job) -> None
     head, other = two_hosts(job)
     at = head.ranks[0].kill()
     root_cause = everybody_is_told([head.ranks[1], *other.ranks], at, TOLD_S)
-    assert root_cause["cause"].startswith("rank 0 (") and root_cause["host"] == "a"
+    assert root_cause["cause"].startswith("rank 0 (") and root_cause["hostname"] == "a"
     job.all_gone()  # both watchers end whoever does not end by itself
 
 
@@ -72,7 +72,7 @@ def test_all_ranks_of_a_host_killed(job: Job) -> None:
     for actor in other.ranks:
         actor.kill()
     root_cause = everybody_is_told(head.ranks, at, TOLD_S)
-    assert root_cause["host"] == "b" and "was killed by SIGKILL" in root_cause["cause"]
+    assert root_cause["hostname"] == "b" and "was killed by SIGKILL" in root_cause["cause"]
 
 
 def test_a_report_on_one_host_wins_over_what_others_notice_of_it(job: Job) -> None:
@@ -91,9 +91,9 @@ def test_the_remote_watcher_killed(job: Job) -> None:
     at = time.monotonic()
     os.kill(other.watcher_pid, signal.SIGKILL)
     root_cause = everybody_is_told(head.ranks, at, TOLD_S)
-    assert "host b (ranks 2-3): its watcher is gone" in root_cause["cause"]
+    assert "node b (ranks 2-3): its watcher is gone" in root_cause["cause"]
     for actor in other.ranks:
-        assert actor.expect("root_cause")["cause"] == "the watcher on host b is gone"
+        assert actor.expect("root_cause")["cause"] == "the watcher on node b is gone"
     job.all_gone()  # without a watcher, who does not end by itself is ended by its own link
 
 
@@ -103,9 +103,9 @@ def test_the_remote_watcher_stopped(job: Job) -> None:
     os.kill(other.watcher_pid, signal.SIGSTOP)
     root_cause = everybody_is_told(head.ranks, at, SILENT_S)
     # Its own members notice at about the same time, and end it; silence is the cause all the same.
-    assert "host b (ranks 2-3) has been silent for" in root_cause["cause"]
+    assert "node b (ranks 2-3) has been silent for" in root_cause["cause"]
     for actor in other.ranks:
-        assert "the watcher on host b" in actor.expect("root_cause")["cause"]
+        assert "the watcher on node b" in actor.expect("root_cause")["cause"]
     job.kill_actors()
     job.all_gone()
 
@@ -115,9 +115,9 @@ def test_the_heads_watcher_killed(job: Job) -> None:
     at = time.monotonic()
     os.kill(head.watcher_pid, signal.SIGKILL)
     root_cause = everybody_is_told(other.ranks, at, TOLD_S)
-    assert "the head, host a (ranks 0-1): its watcher is gone" in root_cause["cause"]
+    assert "the head, node a (ranks 0-1): its watcher is gone" in root_cause["cause"]
     for actor in head.ranks:
-        assert actor.expect("root_cause")["cause"] == "the watcher on host a is gone"
+        assert actor.expect("root_cause")["cause"] == "the watcher on node a is gone"
     job.kill_actors()
     job.all_gone()
 
@@ -127,9 +127,9 @@ def test_the_heads_watcher_stopped(job: Job) -> None:
     at = time.monotonic()
     os.kill(head.watcher_pid, signal.SIGSTOP)
     root_cause = everybody_is_told(other.ranks, at, SILENT_S)
-    assert "the head, host a (ranks 0-1) has been silent for" in root_cause["cause"]
+    assert "the head, node a (ranks 0-1) has been silent for" in root_cause["cause"]
     for actor in head.ranks:
-        assert "the watcher on host a" in actor.expect("root_cause")["cause"]
+        assert "the watcher on node a" in actor.expect("root_cause")["cause"]
     job.kill_actors()
     job.all_gone()
 
@@ -190,10 +190,10 @@ def test_a_cut_cable_ends_both_sides(job: Job) -> None:
         at = cable.cut()
         root_cause = everybody_is_told(head.ranks, at, SILENT_S)
         assert (
-            "host b (ranks 2-3) has been silent for" in root_cause["cause"] and root_cause["detect_s"] > 3.0
+            "node b (ranks 2-3) has been silent for" in root_cause["cause"] and root_cause["detect_s"] > 3.0
         )
         root_cause = everybody_is_told(other.ranks, at, SILENT_S)
-        assert "the head, host a (ranks 0-1) has been silent for" in root_cause["cause"]
+        assert "the head, node a (ranks 0-1) has been silent for" in root_cause["cause"]
         job.kill_actors()
         job.all_gone()
 
@@ -283,7 +283,7 @@ def test_the_view_of_the_head_is_the_whole_job(job: Job) -> None:
 
     def complete() -> bool:
         view = head.ranks[0].link("view", PATIENCE_S)
-        return [(one["name"], one["host"], one["state"]) for one in view["members"]] == [
+        return [(one["name"], one["hostname"], one["state"]) for one in view["members"]] == [
             ("rank 0", "a", "starting"),
             ("rank 1", "a", "starting"),
             ("rank 2", "b", "ready"),
@@ -298,7 +298,7 @@ def test_a_host_that_does_not_come_is_named(job: Job) -> None:
     port = head.ranks[0].link("listen", "127.0.0.1")
     head.ranks[0].do("configure", job.config(0, port, join_timeout=0.5))
     assert (
-        "host b (rank 2): its watcher has not connected within 0.5 s"
+        "node b (rank 2): its watcher has not connected within 0.5 s"
         in head.ranks[0].expect("root_cause")["cause"]
     )
     with socket.socket() as nobody:
@@ -306,7 +306,7 @@ def test_a_host_that_does_not_come_is_named(job: Job) -> None:
         blocked = job.config(1, nobody.getsockname()[1], join_timeout=0.5)
         other.ranks[0].do("configure", blocked)
         cause = other.ranks[0].expect("root_cause")["cause"]
-    assert "could not join that of the head host a (ranks 0-1)" in cause and "Connection refused" in cause
+    assert "could not join that of the head node a (ranks 0-1)" in cause and "Connection refused" in cause
 
 
 WRONG: list[dict[str, Any]] = [
@@ -320,7 +320,7 @@ def test_a_wrong_key_or_generation_is_refused_and_the_job_lives(job: Job) -> Non
     """Three strangers at once, for each tries on for as long as it may take to join."""
     head, *strangers, other = job.host(0, 1), *(job.host(7) for _ in WRONG), job.host(2)
     port = head.ranks[0].link("listen", "127.0.0.1")
-    right = {"key": "a shared secret", "hosts": ("a", "b"), "ranks": ((0, 1), (2,))}
+    right = {"key": "a shared secret", "hostnames": ("a", "b"), "ranks": ((0, 1), (2,))}
     head.ranks[0].do("configure", job.config(0, port, **right))
     for stranger, wrong in zip(strangers, WRONG, strict=True):
         stranger.ranks[0].do("configure", job.config(1, port, **{**right, "join_timeout": 3.0, **wrong}))
@@ -334,7 +334,12 @@ def test_a_wrong_key_or_generation_is_refused_and_the_job_lives(job: Job) -> Non
     assert not head.ranks[0].saw("root_cause") and not other.ranks[0].saw("root_cause")
 
 
-GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"\x00" * 10_000, b'{"t":"hello","node":"x"}\n', b""]
+GARBAGE = [
+    *(b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"\x00" * 10_000, b'{"t":"hello","node":"x"}\n', b""),
+    *(b'{"t":"hello","node":Infinity}\n', b'{"t":"hello","node":1e999,"round_id":"x","nonce":"y"}\n'),
+    *(b'{"t":"hello","node":{},"round_id":[],"nonce":null}\n', b"[" * 4000 + b"\n", b'{"t":1}\n'),
+    *(b'{"t":"hello","node":true,"round_id":"0123456789ab","nonce":"n"}\n', b"1" * 4000 + b"\n"),
+]
 
 
 def test_garbage_from_strangers_does_not_end_the_job(job: Job) -> None:
@@ -364,5 +369,9 @@ def test_a_second_watcher_of_a_host_that_is_here_is_refused(job: Job) -> None:
         assert unpack(lines.take()[0])["t"] == "challenge"
         sock.sendall(seal.wrap({"t": "hello", "node": 1, "round_id": "0123456789ab", "nonce": "n"}))
         assert sock.recv(4096) == b""
-    wait_until(lambda: "node 1 is not expected, or here already" in head.log, PATIENCE_S, "a line in the log")
+    wait_until(
+        lambda: "node 1 is not expected, or has connected already" in head.log,
+        PATIENCE_S,
+        "a line in the log",
+    )
     assert not other.ranks[0].saw("root_cause")

@@ -15,10 +15,10 @@ from spmd_serve.liveness.protocol import RootCause
 from spmd_serve.liveness.serving import Serving
 
 LIMIT_S = 10.0
-VERDICT = {
+ROOT_CAUSE = {
     "cause": "rank 1 is gone",
     "rank": 1,
-    "host": "b",
+    "hostname": "b",
     "detected_at": 1000.0,
     "detect_s": 0.3,
 }
@@ -26,15 +26,15 @@ VERDICT = {
 
 def view_of(**changes: Any) -> dict[str, Any]:
     """What a watcher of two ranks and a driver shows."""
-    rank = {"kind": "rank", "host": "a", "state": "ready", "steps": 7, "age_s": 0.5, "busy_s": 1.25}
+    rank = {"kind": "rank", "hostname": "a", "state": "ready", "steps": 7, "age_s": 0.5, "busy_s": 1.25}
     members = [
         rank | {"name": "rank 0", "rank": 0, "in_flight_s": None},
-        rank | {"name": "rank 1", "rank": 1, "host": 'b"\\', "in_flight_s": 0.125},
+        rank | {"name": "rank 1", "rank": 1, "hostname": 'b"\\', "in_flight_s": 0.125},
         {
             "kind": "engine",
             "name": "engine core",
             "rank": None,
-            "host": "a",
+            "hostname": "a",
             "state": "ready",
             "sent": 9,
             "host_bytes": 450,
@@ -45,7 +45,7 @@ def view_of(**changes: Any) -> dict[str, Any]:
     view = {
         "round_id": "abc",
         "restarts": 2,
-        "hosts": [{"host": "a", "seen_s_ago": 0.0}, {"host": "b", "seen_s_ago": None}],
+        "nodes": [{"hostname": "a", "seen_s_ago": 0.0}, {"hostname": "b", "seen_s_ago": None}],
         "members": members,
         "serving": True,
         "history": {},
@@ -56,23 +56,31 @@ def view_of(**changes: Any) -> dict[str, Any]:
     return view | changes
 
 
-class Court:
-    """Stands in for a watcher."""
+class FakeWatcher:
+    """Answers what the probe port asks the watcher."""
 
     def __init__(self, **changes: Any) -> None:
         self.now = 0.0
         self.changes = changes
         self.found: list[dict[str, Any]] = []
+        self.asked = 0
 
-    def view(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
+        self.asked += 1
         return view_of(**self.changes)
 
     def troubles(self) -> list[dict[str, Any]]:
         return self.found
 
+    def open_probe(self, loop: Loop, port: int = 0) -> Probe:
+        return Probe(loop, port, lambda: self.now, self.status, self.troubles)
 
-def ask(path: str, court: Court) -> tuple[int, Any]:
-    head, _, body = respond(f"GET {path} HTTP/1.1".encode(), court).decode().partition("\r\n\r\n")
+    def respond(self, request_line: bytes) -> bytes:
+        return respond(request_line, self.status(), self.troubles)
+
+
+def ask(path: str, watcher: FakeWatcher) -> tuple[int, Any]:
+    head, _, body = watcher.respond(f"GET {path} HTTP/1.1".encode()).decode().partition("\r\n\r\n")
     return int(head.split()[1]), body if path == "/metrics" else json.loads(body)
 
 
@@ -86,11 +94,11 @@ def samples(view: dict[str, Any]) -> dict[tuple[str, ...], float]:
 
 
 def test_live_and_ready() -> None:
-    court = Court()
-    assert ask("/live", court)[0] == 200
-    assert ask("/ready", court)[0] == 200
-    assert ask("/ready?x=1", court)[0] == 200
-    assert ask("/health", court)[0] == 404
+    watcher = FakeWatcher()
+    assert ask("/live", watcher)[0] == 200
+    assert ask("/ready", watcher)[0] == 200
+    assert ask("/ready?x=1", watcher)[0] == 200
+    assert ask("/health", watcher)[0] == 404
 
 
 @pytest.mark.parametrize(
@@ -98,36 +106,36 @@ def test_live_and_ready() -> None:
     [
         ({"serving": False}, "loading"),
         ({"draining": "SIGTERM"}, "draining"),
-        ({"root_cause": VERDICT}, "failed"),
+        ({"root_cause": ROOT_CAUSE}, "failed"),
         ({"ended": True}, "ended"),
     ],
 )
 def test_not_ready(changes: dict[str, Any], status: str) -> None:
-    code, body = ask("/ready", Court(**changes))
+    code, body = ask("/ready", FakeWatcher(**changes))
     assert (code, body["status"]) == (503, status)
 
 
 def test_loading_and_draining_are_live() -> None:
-    assert ask("/live", Court(serving=False))[0] == 200
-    assert ask("/live", Court(draining="SIGTERM"))[0] == 200
+    assert ask("/live", FakeWatcher(serving=False))[0] == 200
+    assert ask("/live", FakeWatcher(draining="SIGTERM"))[0] == 200
 
 
 def test_a_stuck_rank_is_not_live_and_is_named() -> None:
-    court = Court()
-    court.found = [{"rank": 1, "pid": 5, "trouble": "stopped"}]
-    code, body = ask("/live", court)
-    assert code == 503 and body["ranks"] == court.found
+    watcher = FakeWatcher()
+    watcher.found = [{"rank": 1, "pid": 5, "trouble": "stopped"}]
+    code, body = ask("/live", watcher)
+    assert code == 503 and body["ranks"] == watcher.found
 
 
 def test_a_failed_job_names_the_cause() -> None:
-    code, body = ask("/live", Court(root_cause=VERDICT))
+    code, body = ask("/live", FakeWatcher(root_cause=ROOT_CAUSE))
     assert code == 503 and body["cause"] == "rank 1 is gone" and body["rank"] == 1
 
 
 def test_other_methods_and_garbage_are_refused() -> None:
-    assert respond(b"POST /live HTTP/1.1", Court()).startswith(b"HTTP/1.1 405 ")
-    assert respond(b"\xff\xfe", Court()).startswith(b"HTTP/1.1 405 ")
-    assert respond(b"HEAD /live HTTP/1.1", Court()).endswith(b"\r\n\r\n")
+    assert FakeWatcher().respond(b"POST /live HTTP/1.1").startswith(b"HTTP/1.1 405 ")
+    assert FakeWatcher().respond(b"\xff\xfe").startswith(b"HTTP/1.1 405 ")
+    assert FakeWatcher().respond(b"HEAD /live HTTP/1.1").endswith(b"\r\n\r\n")
 
 
 def test_metrics_are_what_prometheus_reads() -> None:
@@ -145,39 +153,39 @@ def test_metrics_are_what_prometheus_reads() -> None:
 
 
 def test_metrics_tell_of_earlier_failures() -> None:
-    history = {"failures": 3, "last": VERDICT, "recover_s": 4.5}
+    history = {"failures": 3, "last": ROOT_CAUSE, "recover_s": 4.5}
     found = samples(view_of(history=history))
     assert found[("spmd_serve_failures_total",)] == 3
     assert found[("spmd_serve_last_failure_detect_seconds",)] == 0.3
     assert found[("spmd_serve_last_failure_recover_seconds",)] == 4.5
-    found = samples(view_of(history=history, root_cause=VERDICT))
+    found = samples(view_of(history=history, root_cause=ROOT_CAUSE))
     assert found[("spmd_serve_failures_total",)] == 4 and found[("spmd_serve_ready",)] == 0
     assert ("spmd_serve_last_failure_recover_seconds",) not in found
 
 
 def test_the_job_serves_when_all_endpoints_do(tmp_path: Path) -> None:
-    Serving(tmp_path).failed(RootCause.from_json(VERDICT))
+    Serving(tmp_path).record_failure(RootCause.from_json(ROOT_CAUSE))
     serving = Serving(tmp_path)
     message = {"t": "serving", "of": 2}
-    assert not serving.hear(message | {"part": 1})
-    assert not serving.hear(message | {"part": 1})
+    assert not serving.on_endpoint(message | {"part": 1})
+    assert not serving.on_endpoint(message | {"part": 1})
     assert not serving.all
-    assert serving.hear(message | {"part": 0})
+    assert serving.on_endpoint(message | {"part": 0})
     assert serving.all and serving.history["recover_s"] > 0
     elsewhere = Serving(None)
-    elsewhere.hear_all(serving.events())
+    elsewhere.on_all(serving.event())
     assert elsewhere.all and elsewhere.history == serving.history
     assert serving.history["failures"] == 1
-    serving.failed(RootCause.from_json(VERDICT))
+    serving.record_failure(RootCause.from_json(ROOT_CAUSE))
     assert Serving(tmp_path).history["failures"] == 2
 
 
 def test_over_a_socket_in_pieces_and_a_port_taken(request: pytest.FixtureRequest) -> None:
-    loop, court = Loop(), Court()
-    probe = Probe(court, loop, 0)
+    loop, watcher = Loop(), FakeWatcher()
+    probe = watcher.open_probe(loop)
     request.addfinalizer(probe.close)
     with pytest.raises(OSError, match="in use"):
-        Probe(court, loop, probe.port)
+        watcher.open_probe(loop, probe.port)
     client = socket.create_connection(("127.0.0.1", probe.port), timeout=LIMIT_S)
     with client:
         answer = b""
@@ -193,12 +201,44 @@ def test_over_a_socket_in_pieces_and_a_port_taken(request: pytest.FixtureRequest
 
 
 def test_a_silent_client_is_dropped(request: pytest.FixtureRequest) -> None:
-    loop, court = Loop(), Court()
-    probe = Probe(court, loop, 0)
+    loop, watcher = Loop(), FakeWatcher()
+    probe = watcher.open_probe(loop)
     request.addfinalizer(probe.close)
     with socket.create_connection(("127.0.0.1", probe.port), timeout=LIMIT_S) as client:
         for call in loop.wait(LIMIT_S):
             call()
-        court.now = 60.0
+        watcher.now = 60.0
         probe.tick()
         assert client.recv(1) == b""
+
+
+def turn(loop: Loop, timeout_s: float = 0.0) -> None:
+    for call in loop.wait(timeout_s):
+        call()
+
+
+def test_a_connection_gets_one_answer_whatever_it_sends(request: pytest.FixtureRequest) -> None:
+    loop, watcher = Loop(), FakeWatcher()
+    probe = watcher.open_probe(loop)
+    request.addfinalizer(probe.close)
+    with socket.create_connection(("127.0.0.1", probe.port), timeout=LIMIT_S) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\n" + b"\n" * 60_000)
+        turn(loop, LIMIT_S)
+        for _ in range(20):
+            turn(loop)
+    assert watcher.asked == 1
+
+
+def test_the_oldest_connection_makes_room(request: pytest.FixtureRequest) -> None:
+    loop, watcher = Loop(), FakeWatcher()
+    probe = watcher.open_probe(loop)
+    request.addfinalizer(probe.close)
+    clients = [socket.create_connection(("127.0.0.1", probe.port), timeout=LIMIT_S) for _ in range(80)]
+    for client in clients:
+        request.addfinalizer(client.close)
+    for _ in range(80):
+        turn(loop, LIMIT_S)
+    clients[-1].sendall(b"GET /ready HTTP/1.1\r\n\r\n")
+    turn(loop, LIMIT_S)
+    assert clients[-1].recv(4096).startswith(b"HTTP/1.1 200 OK")
+    assert clients[0].recv(1) == b""

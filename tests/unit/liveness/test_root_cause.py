@@ -29,8 +29,8 @@ class TestJury:
     def test_waits_for_the_settling_time_and_names_the_first(self) -> None:
         arbiter = RootCauseArbiter()
         assert arbiter.root_cause(1000.0) is None and arbiter.due() is None and arbiter.first() is None
-        arbiter.hear(failure("x", Weight.OWN), 10.0)
-        arbiter.hear(failure("y", Weight.OWN), 10.1)
+        arbiter.add(failure("x", Weight.OWN), 10.0)
+        arbiter.add(failure("y", Weight.OWN), 10.1)
         due = 10.0 + SETTLE_S[Weight.OWN]
         assert arbiter.due() == due
         assert arbiter.root_cause(due - 0.01) is None
@@ -38,36 +38,36 @@ class TestJury:
 
     def test_a_later_more_causal_one_wins_within_the_window(self) -> None:
         arbiter = RootCauseArbiter()
-        arbiter.hear(failure("noticed", Weight.PEER), 10.0)
-        arbiter.hear(failure("host", Weight.HOST), 10.5)
-        arbiter.hear(failure("killed", Weight.OWN), 11.0)
+        arbiter.add(failure("noticed", Weight.PEER), 10.0)
+        arbiter.add(failure("host", Weight.HOST), 10.5)
+        arbiter.add(failure("killed", Weight.OWN), 11.0)
         first = arbiter.root_cause(11.5)
         assert first is not None and first.key == "killed"
 
     def test_each_weight_gives_way_to_all_below(self) -> None:
         arbiter = RootCauseArbiter()
         for at, weight in enumerate(reversed(Weight)):
-            arbiter.hear(failure(weight.name, weight), float(at))
+            arbiter.add(failure(weight.name, weight), float(at))
             assert arbiter.first() == failure(weight.name, weight)
 
     def test_of_one_moment_the_ancestor_is_first(self) -> None:
         arbiter = RootCauseArbiter()
-        arbiter.hear(failure("engine", Weight.OWN, order=2), 10.0)
-        arbiter.hear(failure("rank", Weight.OWN, order=0), 10.0)
-        arbiter.hear(failure("agent", Weight.OWN, order=-1), 10.0)
+        arbiter.add(failure("engine", Weight.OWN, order=2), 10.0)
+        arbiter.add(failure("rank", Weight.OWN, order=0), 10.0)
+        arbiter.add(failure("agent", Weight.OWN, order=-1), 10.0)
         first = arbiter.first()
         assert first is not None and first.key == "agent"
 
     def test_a_key_is_heard_once_and_can_be_withdrawn(self) -> None:
         arbiter = RootCauseArbiter()
-        assert arbiter.hear(failure("x", Weight.HUNG), 10.0)
-        assert not arbiter.hear(failure("x", Weight.HUNG), 11.0)
+        assert arbiter.add(failure("x", Weight.HUNG), 10.0)
+        assert not arbiter.add(failure("x", Weight.HUNG), 11.0)
         assert arbiter.retract("x") and not arbiter.retract("x")
-        assert arbiter.root_cause(100.0) is None and arbiter.heard == []
+        assert arbiter.root_cause(100.0) is None and arbiter.reports == []
 
     def test_patience_leaves_the_verdict_to_the_higher_court(self) -> None:
         arbiter = RootCauseArbiter()
-        arbiter.hear(failure("x", Weight.OWN), 10.0, patience_s=1.0)
+        arbiter.add(failure("x", Weight.OWN), 10.0, extra_s=1.0)
         assert arbiter.root_cause(11.0) is None
         assert arbiter.root_cause(10.0 + SETTLE_S[Weight.OWN] + 1.0) is not None
 
@@ -194,9 +194,9 @@ class TestProgress:
 
 def test_a_drain_is_let_in_while_somebody_stands_still_who_may_go_on() -> None:
     arbiter = RootCauseArbiter()
-    arbiter.hear(FailureReport("x stopped", Weight.OWN, "x has been stopped", 1, "a", age_s=8.7), 10.0)
+    arbiter.add(FailureReport("x stopped", Weight.OWN, "x has been stopped", 1, "a", age_s=8.7), 10.0)
     assert not arbiter.has_death
-    arbiter.hear(failure("y", Weight.OWN), 10.1)
+    arbiter.add(failure("y", Weight.OWN), 10.1)
     assert arbiter.has_death
 
 
@@ -223,11 +223,8 @@ class TestPatience:
 
 
 class TestWords:
-    def test_ranks(self) -> None:
-        assert descriptions.ranks([3]) == "rank 3"
-        assert descriptions.ranks([4, 5, 6, 7]) == "ranks 4-7"
-        assert descriptions.ranks([0, 2, 3, 9]) == "ranks 0, 2-3, 9"
-        assert descriptions.host("b", [4, 5]) == "host b (ranks 4-5)"
+    def test_nodes(self) -> None:
+        assert descriptions.node("b", [4, 5]) == "node b (ranks 4-5)"
 
     def test_seconds(self) -> None:
         texts = [descriptions.seconds(value) for value in (0.5, 1.04, 1.5, 10.2, 300.4)]
@@ -237,22 +234,22 @@ class TestWords:
         who = descriptions.member("rank 3", 123, "b")
         assert (
             descriptions.ended(who, None, False)
-            == "rank 3 (pid 123, host b) was killed or crashed without a word"
+            == "rank 3 (pid 123, node b) was killed or crashed without reporting an error"
         )
         assert descriptions.ended(who, Ending(None, 9), True) == (
-            "rank 3 (pid 123, host b) was killed by SIGKILL; the kernel's OOM killer was at work on that host"
+            "rank 3 (pid 123, node b) was killed by SIGKILL; the kernel's OOM killer was active on that node"
         )
         assert descriptions.ended(who, Ending(None, 99), False).endswith("was killed by signal 99")
         assert descriptions.ended(who, Ending(7, None), False).endswith(
-            "ended with exit code 7 without a word"
+            "ended with exit code 7 and reported no error"
         )
 
     def test_a_lost_host_was_silent_or_went_at_once(self) -> None:
-        assert "its watcher is gone (killed" in descriptions.host_lost("host b", 0.5, 10.0)
-        assert descriptions.host_lost("host b", 9.9, 10.0).startswith("host b has been silent for 9.9 s")
+        assert "its watcher is gone (killed" in descriptions.node_lost("node b", 0.5, 10.0)
+        assert descriptions.node_lost("node b", 9.9, 10.0).startswith("node b has been silent for 9.9 s")
 
     def test_reports_are_one_line(self) -> None:
-        assert descriptions.said("rank 1", "ValueError:\n  bad\n") == "rank 1: ValueError: bad"
+        assert descriptions.own_report("rank 1", "ValueError:\n  bad\n") == "rank 1: ValueError: bad"
 
 
 class TestWire:
@@ -323,7 +320,7 @@ class TestRecords:
         assert RootCause.from_json(root_cause.to_json()) == root_cause
 
     @pytest.mark.parametrize(
-        "wrong", [{"node": 2}, {"hosts": ("a",)}, {"rank_timeout": 0.0}, {"grace_s": -1.0}]
+        "wrong", [{"node": 2}, {"hostnames": ("a",)}, {"rank_timeout": 0.0}, {"grace_s": -1.0}]
     )
     def test_nonsense_is_refused(self, wrong: dict[str, object]) -> None:
         with pytest.raises(ValueError):
