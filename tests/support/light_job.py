@@ -49,7 +49,7 @@ def serve(job: Job, door: "Listener", layout: Layout, started: float) -> None:
     answer = {
         "round_id": job.membership.round_id,
         "dp": layout.dp,
-        "hosts": cluster.hosts,
+        "hosts": cluster.hostnames,
         "pids": {f"rank {info.rank}": info.pid for info in cluster.ranks},
     }
 
