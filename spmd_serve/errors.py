@@ -1,4 +1,4 @@
-"""What can go wrong, and the exit code that says so."""
+"""Exceptions with a one-line message for the user, and the exit codes."""
 
 from enum import IntEnum
 
@@ -14,29 +14,29 @@ class ExitCode(IntEnum):
 
 
 class SpmdError(Exception):
-    """Base of all errors that are shown to a person as one line, without a traceback."""
+    """Base class of errors that are shown as one line, without a traceback."""
 
     exit_code = ExitCode.FAILED
 
 
 class UsageError(SpmdError):
-    """A mistake in flags, environment, model files or launch: says what, where and the cure."""
+    """A mistake in flags, environment, model files or launch; the message names the remedy."""
 
     exit_code = ExitCode.USAGE
 
 
 class PeerLost(SpmdError):
-    """Somebody of this job is gone or silent: names the rank, its host and the cause."""
+    """Another process of this job is gone or silent; the message names its rank, its node and the cause."""
 
 
 class Stopped(SpmdError):
-    """Ended when asked to, before the work was done."""
+    """The process was asked to end before its work was done."""
 
     exit_code = ExitCode.STOPPED
 
 
 def missing_package(problem: Exception) -> UsageError | None:
-    """What to tell a person when torch or vLLM, or a part of them, cannot be imported; None for others."""
+    """Return a UsageError if `problem` means that torch or vLLM cannot be imported; None for other errors."""
     name = problem.name if isinstance(problem, ImportError) else None
     if (name or "").partition(".")[0] not in ("torch", "vllm"):
         return None
@@ -47,6 +47,6 @@ def missing_package(problem: Exception) -> UsageError | None:
 
 
 def is_of_a_peer(problem: BaseException) -> bool:
-    """Whether an error says only that somebody else is gone: then somebody else knows the cause."""
+    """Return whether an error only reports the loss of another process, and so is not the root cause."""
     text = str(problem)
     return isinstance(problem, PeerLost) or "closed by peer" in text or "Connection reset" in text

@@ -1,4 +1,4 @@
-"""Which rank does what, and where each rank lives. Pure: no network, no torch."""
+"""The layout (TP x PP x DP) and the cluster: the coordinates and the node of every rank."""
 
 import json
 from collections.abc import Collection, Iterable, Sequence
@@ -11,7 +11,7 @@ _FLAGS = {"tp": "--tensor-parallel-size", "pp": "--pipeline-parallel-size", "dp"
 
 
 class Coords(NamedTuple):
-    """A rank's place: replica, pipeline stage, part of the tensors."""
+    """Coordinates of a rank: replica, pipeline stage, tensor-parallel rank."""
 
     dp: int
     pp: int
@@ -20,7 +20,7 @@ class Coords(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a run. Rank = (dp * PP + pp) * TP + tp, as vLLM has it: TP fastest, then PP, then DP."""
+    """Parallel sizes of a job. As in vLLM, rank = (dp * PP + pp) * TP + tp: TP varies fastest."""
 
     tp: int
     pp: int
@@ -28,36 +28,36 @@ class Layout:
 
     @property
     def replica_size(self) -> int:
-        """Ranks of one replica."""
+        """Return the number of ranks of one replica."""
         return self.tp * self.pp
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run."""
+        """Return the number of ranks of the job."""
         return self.replica_size * self.dp
 
     def coords(self, rank: int) -> Coords:
-        """Place of a global rank."""
+        """Return the coordinates of a global rank."""
         return Coords(self.replica(rank), rank // self.tp % self.pp, rank % self.tp)
 
     def replica(self, rank: int) -> int:
-        """Replica that a global rank belongs to."""
+        """Return the replica that a global rank belongs to."""
         return rank // self.replica_size
 
     def replica_ranks(self, replica: int) -> range:
-        """Global ranks of a replica."""
+        """Return the global ranks of a replica."""
         return range(self.first_rank(replica), self.first_rank(replica + 1))
 
     def first_rank(self, replica: int) -> int:
-        """Global rank whose process hosts what a replica has only once."""
+        """Return the first global rank of a replica."""
         return replica * self.replica_size
 
     def output_rank(self, replica: int) -> int:
-        """Global rank that answers for a replica: the first TP rank of the last PP stage."""
+        """Return the output rank of a replica: the first TP rank of the last pipeline stage."""
         return self.first_rank(replica + 1) - self.tp
 
     def expert_ranks(self, rank: int) -> list[int]:
-        """Global ranks over which the experts of this rank's stage are spread, where replicas are coupled."""
+        """Return the global ranks that share the experts of this rank's stage across all replicas."""
         stage = self.coords(rank).pp
         return [
             self.first_rank(replica) + stage * self.tp + part
@@ -74,26 +74,31 @@ class Layout:
         dp: int | None,
         *,
         fill_dp: bool = False,
-        hosts: Sequence[str] = (),
+        hostnames: Sequence[str] = (),
     ) -> "Layout":
-        """Sizes for what torchrun started (`ranks_per_node`, head first); None stands for "not given".
+        """Return the layout for the ranks that torchrun started (`ranks_per_node`, head first).
+
+        None stands for a size that is not given.
 
         With n nodes of k ranks, world = n * k:
 
-        | given   | the others                                                                          |
-        |---------|-------------------------------------------------------------------------------------|
-        | nothing | TP = k, PP = n, DP = 1                                                              |
-        | DP      | PP = nodes of a replica (n / DP; 1 where replicas share a node), TP = what is left   |
-        | PP      | TP = world / PP, DP = 1                                                             |
-        | TP      | PP = n, DP = 1                                                                      |
-        | TP, DP  | PP = what is left                                                                   |
-        | PP, DP  | TP = what is left                                                                   |
-        | TP, PP  | DP = 1                                                                              |
+        | given   | the others                                                                           |
+        |---------|--------------------------------------------------------------------------------------|
+        | nothing | TP = k, PP = n, DP = 1                                                               |
+        | DP      | PP = nodes of a replica (n / DP; 1 if replicas share a node), TP = the remainder     |
+        | PP      | TP = world / PP, DP = 1                                                              |
+        | TP      | PP = n, DP = 1                                                                       |
+        | TP, DP  | PP = the remainder                                                                   |
+        | PP, DP  | TP = the remainder                                                                   |
+        | TP, PP  | DP = 1                                                                               |
 
-        With `fill_dp`, a DP that is not given is what TP * PP leave, and a TP that is not given is k where k
-        * PP divides the world. The product must be the world: else UsageError, which does the sum and says
-        what would fit. UsageError too for nodes with different numbers of ranks (`hosts`, one a node, names
-        them), and for replicas that neither fill whole nodes nor share one.
+        With `fill_dp`, a missing DP becomes world / (TP * PP), and a missing TP becomes k if k * PP divides
+        the world. `hostnames`, one per node, are used in messages only.
+
+        Raises:
+            UsageError: The product of the sizes is not the world size (the message shows the arithmetic and
+                suggests sizes that fit), nodes run different numbers of ranks, or a replica neither fills
+                whole nodes nor fits into one.
         """
         nodes, world = len(ranks_per_node), sum(ranks_per_node)
         given = {name: size for name, size in (("tp", tp), ("pp", pp), ("dp", dp)) if size is not None}
@@ -102,7 +107,8 @@ class Layout:
                 raise UsageError(f"{_FLAGS[name]} {size} is not possible: it must be 1 or more")
         if len(set(ranks_per_node)) != 1:
             counts = ", ".join(
-                f"{count} on {host}" for count, host in zip(ranks_per_node, _hosts(hosts, nodes), strict=True)
+                f"{count} on {host}"
+                for count, host in zip(ranks_per_node, _names(hostnames, nodes), strict=True)
             )
             raise UsageError(
                 f"nodes run different numbers of ranks ({counts}): start torchrun with the same "
@@ -122,35 +128,35 @@ class Layout:
             replicas = world // (tp * pp)
         layout = cls(max(tp, 1), max(pp, 1), replicas)
         if layout.world_size != world:
-            raise UsageError(layout._sum(ranks_per_node) + ": " + _cure(world, given))
-        layout._check_evenness(ranks_per_node[0], _hosts(hosts, nodes))
+            raise UsageError(layout._arithmetic(ranks_per_node) + ": " + _remedy(world, given))
+        layout._check_evenness(ranks_per_node[0], _names(hostnames, nodes))
         return layout
 
-    def _check_evenness(self, per_node: int, hosts: Sequence[str]) -> None:
-        """Every replica fills whole nodes, or a part of one: devices and endpoints are counted by that."""
+    def _check_evenness(self, per_node: int, hostnames: Sequence[str]) -> None:
+        """Check that each replica fills whole nodes or a part of one; devices and endpoints depend on it."""
         size = self.replica_size
         if per_node % size == 0 or size % per_node == 0:
             return
-        torn = next(
+        split = next(
             ranks
             for ranks in map(self.replica_ranks, range(self.dp))
             if ranks[0] // per_node != ranks[-1] // per_node
         )
         raise UsageError(
             f"a replica of {size} ranks (TP {self.tp} x PP {self.pp}) does not fit nodes of {per_node} ranks "
-            f"evenly: replica {torn[0] // size} would have {spans('rank', torn)} on "
-            f"{' and '.join(hosts[node] for node in sorted({rank // per_node for rank in torn}))}; start "
+            f"evenly: replica {split[0] // size} would have {spans('rank', split)} on "
+            f"{' and '.join(hostnames[node] for node in sorted({rank // per_node for rank in split}))}; start "
             f"a multiple or a divisor of {size} ranks on each node (--nproc-per-node), or change the sizes"
         )
 
-    def _sum(self, ranks_per_node: Sequence[int]) -> str:
+    def _arithmetic(self, ranks_per_node: Sequence[int]) -> str:
         product = " x ".join(f"{flag} {getattr(self, name)}" for name, flag in _FLAGS.items())
         world, nodes = sum(ranks_per_node), len(ranks_per_node)
         started = f"{world} rank{'s' * (world != 1)}" + (f" on {nodes} nodes" if nodes > 1 else "")
         return f"{product} = {self.world_size}, but torchrun started {started}"
 
 
-def _cure(world: int, given: dict[str, int]) -> str:
+def _remedy(world: int, given: dict[str, int]) -> str:
     product = 1
     for size in given.values():
         product *= size
@@ -162,43 +168,43 @@ def _cure(world: int, given: dict[str, int]) -> str:
     return f"start {ranks} (--nnodes x --nproc-per-node), or change the sizes so that they make {world}"
 
 
-def _hosts(hosts: Sequence[str], nodes: int) -> Sequence[str]:
-    return hosts if len(hosts) == nodes else [f"node {node}" for node in range(nodes)]
+def _names(hostnames: Sequence[str], nodes: int) -> Sequence[str]:
+    return hostnames if len(hostnames) == nodes else [f"node {node}" for node in range(nodes)]
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank of the run, as all ranks know it."""
+    """One rank of the job, as known to all ranks."""
 
     rank: int
     local_rank: int
     node: int
-    """Our node number: the head is 0. A node is a torchrun agent."""
-    host: str
+    """Node number; the head is 0. A node is one torchrun agent with its ranks."""
+    hostname: str
     address: str
-    """The address by which other nodes reach this rank's host."""
+    """Address at which other nodes reach this rank's machine."""
     interface: str
     pid: int
     torchrun_rank: int
     machine_id: str
-    """Boot id of the kernel: several agents (or containers) of one machine share it."""
+    """Boot id of the kernel, equal for all agents and containers of one machine."""
     device: str
     cpus: str = ""
-    """Logical CPUs that the process was allowed to use at its start, such as "0-3,8"."""
+    """Logical CPUs that the process could use when it started, such as "0-3,8"."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host}"
+        return f"rank {self.rank} on {self.hostname}"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """All ranks of the run; a rank is its index."""
+    """All ranks of the job, indexed by rank."""
 
     ranks: tuple[RankInfo, ...]
 
     @property
     def nodes(self) -> list[list[RankInfo]]:
-        """Ranks by node, the head's first."""
+        """Return the ranks of each node, the head first."""
         nodes: list[list[RankInfo]] = [[] for _ in range(self.ranks[-1].node + 1)]
         for info in self.ranks:
             nodes[info.node].append(info)
@@ -206,48 +212,36 @@ class Cluster:
 
     @property
     def ranks_per_node(self) -> list[int]:
-        """What Layout.resolve wants to know."""
+        """Return the number of ranks of each node."""
         return [len(node) for node in self.nodes]
 
     @property
-    def hosts(self) -> list[str]:
-        """Host name of each node."""
-        return [node[0].host for node in self.nodes]
+    def hostnames(self) -> list[str]:
+        """Return the hostname of each node."""
+        return [node[0].hostname for node in self.nodes]
 
     def node_of(self, rank: int) -> int:
-        """Node number of a rank."""
+        """Return the node number of a rank."""
         return self.ranks[rank].node
 
-    def leaders(self) -> list[RankInfo]:
-        """First rank of each node."""
-        return [node[0] for node in self.nodes]
-
-    def summary(self) -> list[str]:
-        """One line per node for the log: host, address and interface, ranks."""
-        return [
-            f"node {number}: {node[0].host}, {node[0].address} ({node[0].interface or 'interface unknown'}), "
-            f"{spans('rank', (info.rank for info in node))}"
-            for number, node in enumerate(self.nodes)
-        ]
-
     def to_json(self) -> str:
-        """Text form, for the store."""
+        """Return the JSON form, for the store."""
         return json.dumps([asdict(info) for info in self.ranks])
 
     @classmethod
     def from_json(cls, text: str) -> "Cluster":
-        """The inverse of to_json."""
+        """Parse the result of `to_json`."""
         return cls(tuple(RankInfo(**item) for item in json.loads(text)))
 
 
 def spans(noun: str, numbers: Iterable[int]) -> str:
-    """Numbers in short, with their noun: "rank 2", "ranks 0-1, 5"."""
+    """Format numbers with their noun: "rank 2", "ranks 0-1, 5"."""
     members = set(numbers)
     return f"{noun}{'s' * (len(members) != 1)} {ranges(members)}"
 
 
 def ranges(numbers: Iterable[int], separator: str = ", ") -> str:
-    """Numbers in short: "0-1, 5"."""
+    """Format numbers as ranges: "0-1, 5"."""
     parts: list[list[int]] = []
     for number in sorted(set(numbers)):
         if parts and parts[-1][1] == number - 1:
@@ -257,9 +251,9 @@ def ranges(numbers: Iterable[int], separator: str = ", ") -> str:
     return separator.join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
-def by_host(noun: str, members: Collection[tuple[int, str]]) -> str:
-    """(number, host) pairs in short: "ranks 0-1 on a, ranks 2-3 on b"."""
-    hosts: dict[str, list[int]] = {}
-    for number, host in sorted(members):
-        hosts.setdefault(host, []).append(number)
-    return ", ".join(f"{spans(noun, numbers)} on {host}" for host, numbers in hosts.items())
+def by_hostname(noun: str, members: Collection[tuple[int, str]]) -> str:
+    """Format (number, hostname) pairs: "ranks 0-1 on a, ranks 2-3 on b"."""
+    groups: dict[str, list[int]] = {}
+    for number, hostname in sorted(members):
+        groups.setdefault(hostname, []).append(number)
+    return ", ".join(f"{spans(noun, numbers)} on {hostname}" for hostname, numbers in groups.items())

@@ -46,7 +46,7 @@ def check_backend(backend: str, lb: str, layout: Layout, cluster: Cluster) -> No
         if cluster.node_of(first) != home:
             raise UsageError(
                 f"--control-backend nccl needs each replica's first rank on its driver's host, but with --lb "
-                f"{lb} replica {replica} is driven on {cluster.hosts[home]} and begins with "
+                f"{lb} replica {replica} is driven on {cluster.hostnames[home]} and begins with "
                 f"{cluster.ranks[first]}: leave it out (auto), or write --lb hybrid or --lb external"
             )
 

@@ -24,7 +24,7 @@ def as_many_replicas(cluster: Cluster, tp: int | None, pp: int | None) -> Layout
             f"{'s' * (world != 1)} on {nodes} node{'s' * (nodes != 1)}: start nodes that make a multiple of "
             f"{size} ranks, or change the sizes"
         )
-    return Layout.resolve(counts, tp, pp, max(world // size, 1), hosts=cluster.hosts)
+    return Layout.resolve(counts, tp, pp, max(world // size, 1), hostnames=cluster.hostnames)
 
 
 def wait_for_nodes(cluster: Cluster, most_nodes: int, timeout_s: float, say: Say) -> None:

@@ -18,7 +18,7 @@ def start_table(cluster: Cluster, layout: Layout, urls: Mapping[str, Sequence[in
         rows.append(
             (
                 str(info.rank),
-                info.host,
+                info.hostname,
                 info.device,
                 str(coords.dp),
                 str(coords.pp),

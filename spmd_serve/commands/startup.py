@@ -47,7 +47,7 @@ def resolve_layout(job: Job, sizes: Mapping[str, Any]) -> Layout:
     cluster = job.membership.cluster
     tp, pp, dp = (sizes[f"{kind}_parallel_size"] for kind in ("tensor", "pipeline", "data"))
     if dp != AUTO:
-        return Layout.resolve(cluster.ranks_per_node, tp, pp, dp, hosts=cluster.hosts)
+        return Layout.resolve(cluster.ranks_per_node, tp, pp, dp, hostnames=cluster.hostnames)
     try:
         layout = elastic.as_many_replicas(cluster, tp, pp)
     except UsageError:

@@ -58,8 +58,8 @@ def check_spread(lb: str, layout: Layout, cluster: Cluster) -> None:
         firsts = spans("rank", (layout.first_rank(replica) for replica in range(layout.dp)))
         raise UsageError(
             f"--lb hybrid opens an endpoint on each node that holds a replica's first rank, but all of them "
-            f"({firsts}) are on {cluster.hosts[0]}: leave --lb out (one endpoint for all replicas), or write "
-            "--lb external (one for each)"
+            f"({firsts}) are on {cluster.hostnames[0]}: leave --lb out (one endpoint for all replicas), or "
+            "write --lb external (one for each)"
         )
 
 
@@ -71,7 +71,7 @@ def ports(given: Sequence[int], opened: Sequence[Endpoint], cluster: Cluster) ->
     many, or too high ones.
     """
     most = max(opened, key=lambda endpoint: endpoint.place)
-    host, count = cluster.ranks[most.rank].host, most.place + 1
+    host, count = cluster.ranks[most.rank].hostname, most.place + 1
     if len(given) == 1:
         first = given[0]
         if first and first + most.place > _HIGHEST_PORT:

@@ -122,7 +122,7 @@ class TorchrunExecutor(MultiprocExecutor):
         logger.info(
             "KV cache memory: rank %d on %s has the least, %.2f GiB (the most: %.2f GiB); it decides for all",
             info.rank,
-            info.host,
+            info.hostname,
             sizes[smallest] / 2**30,
             max(sizes) / 2**30,
         )

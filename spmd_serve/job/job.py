@@ -134,7 +134,7 @@ class Job:
             self.link.configure(
                 WatchConfig(
                     node=me.node,
-                    hostnames=tuple(cluster.hosts),
+                    hostnames=tuple(cluster.hostnames),
                     ranks=tuple(tuple(info.rank for info in node) for node in cluster.nodes),
                     head_address=address,
                     head_port=port,

@@ -90,7 +90,7 @@ class RootLines:
     ) -> None:
         """`drivers`: the members that hand in a part of each result; `timeout_s`: for ranks to meet."""
         self._me, self._drivers, self._outbox, self._inboxes = me, sorted(drivers), outbox, inboxes
-        self._hosts = {me.rank: me.host, **{rank: info.host for rank, info in members.items()}}
+        self._hosts = {me.rank: me.hostname, **{rank: info.hostname for rank, info in members.items()}}
         self._timeout_s, self._say = timeout_s, say
 
     def meet(self, call: Call) -> None:
@@ -171,7 +171,7 @@ class MemberLines:
         self._left: Call | None = None
 
     def meet(self, call: Call) -> None:
-        hosts = {self._root.rank: self._root.host, self._me.rank: self._me.host}
+        hosts = {self._root.rank: self._root.hostname, self._me.rank: self._me.hostname}
         if self._left is not None:
             raise OutOfStep(disagreement({self._root.rank: self._left, self._me.rank: call}, hosts) or "")
         self._sender.enqueue(call.to_plain())

@@ -39,7 +39,7 @@ class Options:
         if self.external:  # there a size that is not given is 1, and what is left are replicas
             given["tp"], given["pp"] = given["tp"] or 1, given["pp"] or 1
         return Layout.resolve(
-            ranks_per_node, given["tp"], given["pp"], given["dp"], fill_dp=self.external, hosts=hosts
+            ranks_per_node, given["tp"], given["pp"], given["dp"], fill_dp=self.external, hostnames=hosts
         )
 
 

@@ -85,7 +85,7 @@ class Session:
         cluster = membership.cluster
         with job.voting("the arguments of LLM()"):
             given.refuse(engine, _ENGINE_DEFAULTS)
-            layout = self.options.layout(cluster.ranks_per_node, cluster.hosts)
+            layout = self.options.layout(cluster.ranks_per_node, cluster.hostnames)
             process_group.check_own(membership.me, cluster)
         shown = {
             **engine,

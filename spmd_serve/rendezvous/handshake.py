@@ -23,11 +23,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 from spmd_serve.errors import PeerLost, SpmdError, UsageError
-from spmd_serve.rendezvous.rank_assignment import Hello, arrange
+from spmd_serve.rendezvous.rank_assignment import Arrival, arrange
 from spmd_serve.rendezvous.store import Say, Store, Wait, answered
 from spmd_serve.system import network
 from spmd_serve.system.torchrun_env import TorchrunEnv
-from spmd_serve.topology import Cluster, by_host, spans
+from spmd_serve.topology import Cluster, by_hostname, spans
 
 _RECLAIM_S = 2.0
 _RIVAL_CLAIMS = 8  # with the pauses longer than the 30 s that torchrun leaves to ranks that it ends
@@ -56,7 +56,7 @@ def leave_together(store: Store, key: str, count: int, seconds: float = _GRACE_S
 class Handshake:
     """One process's part in it."""
 
-    def __init__(self, store: Store, env: TorchrunEnv, hello: Hello, deadline: float, say: Say) -> None:
+    def __init__(self, store: Store, env: TorchrunEnv, hello: Arrival, deadline: float, say: Say) -> None:
         """`store`: a part of the store that no other job uses; `deadline`: time.monotonic() seconds."""
         self._store = store
         self._env = env
@@ -134,16 +134,16 @@ class Handshake:
         ranks = range(self._env.world_size)
         here = answered(lambda: [rank for rank in ranks if self._store.check([f"hello/{round_id}/{rank}"])])
         self._seen = {
-            hello.torchrun_rank: (hello.token, hello.host) for hello in self._hellos(round_id, here)
+            hello.torchrun_rank: (hello.token, hello.hostname) for hello in self._hellos(round_id, here)
         }
         answered(lambda: self._store.set(f"{round_id}/seen", json.dumps(self._seen)))
 
-    def _hellos(self, round_id: str, ranks: Iterable[int]) -> list[Hello]:
+    def _hellos(self, round_id: str, ranks: Iterable[int]) -> list[Arrival]:
         keys = [f"hello/{round_id}/{rank}" for rank in ranks]
-        return [Hello.from_json(text.decode()) for text in answered(lambda: self._store.multi_get(keys))]
+        return [Arrival.from_json(text.decode()) for text in answered(lambda: self._store.multi_get(keys))]
 
     def _close(
-        self, round_id: str, mine: str, cluster: Cluster, hellos: Sequence[Hello], arrivals: int
+        self, round_id: str, mine: str, cluster: Cluster, hellos: Sequence[Arrival], arrivals: int
     ) -> bool:
         tokens = {hello.torchrun_rank: hello.token for hello in hellos}
         root_cause = json.dumps({"cluster": cluster.to_json(), "tokens": tokens})
@@ -178,7 +178,7 @@ class Handshake:
         if not seen:
             return f"torchrun rank 0 (its store at {self._env.master_addr}:{self._env.master_port} answers)"
         absent = set(range(self._env.world_size)) - seen.keys()
-        joined = by_host("rank", [(rank, host) for rank, (_, host) in seen.items()])
+        joined = by_hostname("rank", [(rank, host) for rank, (_, host) in seen.items()])
         return f"{spans('torchrun rank', absent)} (joined: {joined})" if absent else "torchrun rank 0's word"
 
     def _missing_for_follower(self, round_id: str) -> str:
@@ -186,7 +186,7 @@ class Handshake:
 
     def _too_late(self, seen: dict[int, tuple[str, str]]) -> UsageError:
         absent = (set(range(self._env.world_size)) - seen.keys() if seen else set()) or {0}
-        joined = by_host("rank", [(rank, host) for rank, (_, host) in seen.items()]) or self._me()
+        joined = by_hostname("rank", [(rank, host) for rank, (_, host) in seen.items()]) or self._me()
         return UsageError(
             f"{spans('torchrun rank', absent)} {'has' if len(absent) == 1 else 'have'} not joined within "
             f"{self._wait.waited:.0f} s (joined: {joined}): see their logs, start torchrun with the same "
@@ -194,11 +194,11 @@ class Handshake:
         )
 
     def _me(self) -> str:
-        return f"torchrun rank {self._env.rank} (process {os.getpid()} on {self._hello.host})"
+        return f"torchrun rank {self._env.rank} (process {os.getpid()} on {self._hello.hostname})"
 
     def _rival(self, round_id: str) -> str:
         other = self._hellos(round_id, [0])[0]
-        return f"torchrun rank 0 (process {other.pid} on {other.host})"
+        return f"torchrun rank 0 (process {other.pid} on {other.hostname})"
 
     def _pause(self, what: Callable[[], str]) -> None:
         # An orphan must not go on: torchrun may have started another process in this one's place.

@@ -15,7 +15,7 @@ from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
 from spmd_serve.errors import PeerLost, UsageError
 from spmd_serve.rendezvous.handshake import Handshake, leave_together
-from spmd_serve.rendezvous.rank_assignment import Hello
+from spmd_serve.rendezvous.rank_assignment import Arrival
 from spmd_serve.rendezvous.store import Say, Wait, get_json, put_json, wait_keys
 from spmd_serve.system import network
 from spmd_serve.system.cores import format_cpus
@@ -162,8 +162,8 @@ def _unreachable(env: TorchrunEnv, reason: str) -> UsageError:
     )
 
 
-def _hello(env: TorchrunEnv, route: Route, device: str, cpus: Sequence[int], endpoint: str) -> Hello:
-    return Hello(
+def _hello(env: TorchrunEnv, route: Route, device: str, cpus: Sequence[int], endpoint: str) -> Arrival:
+    return Arrival(
         token=secrets.token_hex(8),
         torchrun_rank=env.rank,
         local_rank=env.local_rank,

@@ -147,7 +147,7 @@ def _judge(store: Store, cluster: Cluster, timeout_s: float, say: Say) -> dict[s
     except PeerLost as error:
         return {"lost": True, "message": str(error)}
     prints = [Fingerprint(json.loads(text)) for text in answered(lambda: store.multi_get(keys))]
-    message = differences(dict(enumerate(prints)), {info.rank: info.host for info in cluster.ranks})
+    message = differences(dict(enumerate(prints)), {info.rank: info.hostname for info in cluster.ranks})
     return {"lost": False, "message": f"{message} ({_CURE})"} if message else {}
 
 

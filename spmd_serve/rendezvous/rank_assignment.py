@@ -10,7 +10,7 @@ from spmd_serve.topology import Cluster, RankInfo
 
 
 @dataclass(frozen=True)
-class Hello:
+class Arrival:
     """What a process says of itself when it joins."""
 
     token: str
@@ -34,7 +34,7 @@ class Hello:
     """What MASTER_ADDR means on its host."""
 
     @property
-    def host(self) -> str:
+    def hostname(self) -> str:
         """Plain host name."""
         return self.names[0]
 
@@ -43,7 +43,7 @@ class Hello:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Hello":
+    def from_json(cls, text: str) -> "Arrival":
         """The inverse of to_json."""
         item = json.loads(text)
         item["route"] = Route(**item["route"])
@@ -54,7 +54,7 @@ class Hello:
 
 
 def arrange(
-    hellos: Sequence[Hello],
+    hellos: Sequence[Arrival],
     head: str | None,
     head_addresses: Collection[str] = (),
     as_torchrun: bool = False,
@@ -81,7 +81,7 @@ def arrange(
                     rank=len(ranks),
                     local_rank=hello.local_rank,
                     node=number,
-                    host=hello.host,
+                    hostname=hello.hostname,
                     address=route.address,
                     interface=route.interface,
                     pid=hello.pid,
@@ -94,14 +94,14 @@ def arrange(
     return Cluster(tuple(ranks))
 
 
-def _nodes(hellos: Iterable[Hello]) -> list[list[Hello]]:
-    groups: dict[int, list[Hello]] = {}
+def _nodes(hellos: Iterable[Arrival]) -> list[list[Arrival]]:
+    groups: dict[int, list[Arrival]] = {}
     for hello in hellos:
         groups.setdefault(hello.group_rank, []).append(hello)
     return [sorted(groups[group], key=lambda hello: hello.local_rank) for group in sorted(groups)]
 
 
-def _named_head(nodes: list[list[Hello]], head: str, head_addresses: Collection[str]) -> int:
+def _named_head(nodes: list[list[Arrival]], head: str, head_addresses: Collection[str]) -> int:
     wanted = head.lower()
     found = [
         number
@@ -110,7 +110,7 @@ def _named_head(nodes: list[list[Hello]], head: str, head_addresses: Collection[
     ] or _owners(nodes, head_addresses)
     if is_loopback(head) or wanted == "localhost":
         found = _owners_of_loopback(nodes)
-    hosts = ", ".join(dict.fromkeys(f"{node[0].host} ({node[0].route.address})" for node in nodes))
+    hosts = ", ".join(dict.fromkeys(f"{node[0].hostname} ({node[0].route.address})" for node in nodes))
     if not found:
         raise UsageError(f"--head {head} is none of this run's hosts: {hosts}")
     if len({nodes[number][0].machine_id for number in found}) > 1:
@@ -118,7 +118,7 @@ def _named_head(nodes: list[list[Hello]], head: str, head_addresses: Collection[
     return found[0]
 
 
-def _endpoint_node(nodes: list[list[Hello]]) -> int:
+def _endpoint_node(nodes: list[list[Arrival]]) -> int:
     # Each host resolves the endpoint by itself: to its own node it may be 127.0.1.1, to the others a real
     # address.
     everyone = [hello for node in nodes for hello in node]
@@ -130,21 +130,21 @@ def _endpoint_node(nodes: list[list[Hello]]) -> int:
     return found[0] if found else 0
 
 
-def _means_itself(hello: Hello) -> bool:
+def _means_itself(hello: Arrival) -> bool:
     return bool(hello.endpoint_addresses) and all(map(is_loopback, hello.endpoint_addresses))
 
 
-def _owners(nodes: list[list[Hello]], addresses: Collection[str]) -> list[int]:
+def _owners(nodes: list[list[Arrival]], addresses: Collection[str]) -> list[int]:
     real = {address for address in addresses if not is_loopback(address)}
     return [number for number, (hello, *_) in enumerate(nodes) if real & dict(hello.addresses).keys()]
 
 
-def _owners_of_loopback(nodes: list[list[Hello]]) -> list[int]:
+def _owners_of_loopback(nodes: list[list[Arrival]]) -> list[int]:
     machines = {node[0].machine_id for node in nodes}
     return list(range(len(nodes))) if len(machines) == 1 else []
 
 
-def _routes(nodes: list[list[Hello]]) -> list[list[Route]]:
+def _routes(nodes: list[list[Arrival]]) -> list[list[Route]]:
     everyone = [hello for node in nodes for hello in node]
     loopback = [is_loopback(hello.route.address) for hello in everyone]
     if all(loopback) and len({hello.machine_id for hello in everyone}) == 1:
@@ -154,11 +154,11 @@ def _routes(nodes: list[list[Hello]]) -> list[list[Route]]:
     routes = [[_reachable(hello, seen) for hello in node] for node in nodes]
     for node, node_routes in zip(nodes, routes, strict=True):
         for route in node_routes:
-            check_not_loopback(route, len(nodes), node[0].host)
+            check_not_loopback(route, len(nodes), node[0].hostname)
     return routes
 
 
-def _reachable(hello: Hello, seen: Collection[str]) -> Route:
+def _reachable(hello: Arrival, seen: Collection[str]) -> Route:
     if is_loopback(hello.route.address) and not hello.route.chosen:
         for address, interface in hello.addresses:
             if address in seen:

@@ -16,7 +16,7 @@ def cluster(
                     rank=len(ranks),
                     local_rank=local_rank,
                     node=node,
-                    host=f"host{node}",
+                    hostname=f"host{node}",
                     address=addresses[node] if addresses else f"10.0.0.{node}",
                     interface="eth0",
                     pid=1000 + len(ranks),

@@ -49,7 +49,7 @@ def serve(job: Job, listener: "Listener", layout: Layout, started: float) -> Non
     answer = {
         "round_id": job.membership.round_id,
         "dp": layout.dp,
-        "hostnames": cluster.hosts,
+        "hostnames": cluster.hostnames,
         "pids": {f"rank {info.rank}": info.pid for info in cluster.ranks},
     }
 

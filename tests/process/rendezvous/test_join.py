@@ -392,7 +392,7 @@ def test_without_torchrun_a_world_of_one() -> None:
     env = TorchrunEnv.read({})
     route = network.route_to(env.master_addr, env.master_port)
     membership = join_round(env, route, head=None, timeout_s=5.0, device="cpu", say=print, cpus=[0, 2])
-    assert (membership.me.rank, membership.me.node, membership.me.host) == (0, 0, socket.gethostname())
+    assert (membership.me.rank, membership.me.node, membership.me.hostname) == (0, 0, socket.gethostname())
     assert (membership.me.address, membership.me.device, membership.me.cpus) == ("127.0.0.1", "cpu", "0,2")
     assert membership.host == "127.0.0.1" and membership.port > 0
     assert len(membership.round_id) == 12

@@ -11,7 +11,7 @@ def cluster(ranks: int) -> Cluster:
                 rank=rank,
                 local_rank=rank % 2,
                 node=rank // 2,
-                host=f"node{rank // 2}",
+                hostname=f"node{rank // 2}",
                 address=f"10.0.0.{rank // 2 + 1}",
                 interface="eth0",
                 pid=90 + rank * 10,

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from spmd_serve.errors import UsageError
-from spmd_serve.rendezvous.rank_assignment import Hello, arrange
+from spmd_serve.rendezvous.rank_assignment import Arrival, arrange
 from spmd_serve.system.network import Route
 
 
-def node(number: int, changes: dict[str, Any] | None = None, ranks: int = 2) -> list[Hello]:
+def node(number: int, changes: dict[str, Any] | None = None, ranks: int = 2) -> list[Arrival]:
     """The ranks of one torchrun agent on host<number>, at 10.0.0.<number>."""
     address = f"10.0.0.{number}"
     hellos = [
-        Hello(
+        Arrival(
             token=f"t{number}.{local}",
             torchrun_rank=number * ranks + local,
             local_rank=local,
@@ -36,7 +36,7 @@ def node(number: int, changes: dict[str, Any] | None = None, ranks: int = 2) -> 
     return [replace(hello, **(changes or {})) for hello in hellos]
 
 
-def order(hellos: list[Hello], head: str | None = None, addresses: tuple[str, ...] = ()) -> list[int]:
+def order(hellos: list[Arrival], head: str | None = None, addresses: tuple[str, ...] = ()) -> list[int]:
     """torchrun's ranks in our order; who is asked in which order does not matter."""
     shuffled = random.Random(1).sample(hellos, len(hellos))
     cluster = arrange(shuffled, head, addresses)
@@ -51,7 +51,7 @@ def test_the_node_that_owns_the_endpoint_comes_first() -> None:
     assert order(hellos) == [2, 3, 0, 1, 4, 5]
     cluster = arrange(hellos, None)
     assert [info.node for info in cluster.ranks] == [0, 0, 1, 1, 2, 2]
-    assert [info.host for info in cluster.leaders()] == ["host1", "host0", "host2"]
+    assert [info.hostname for info, *_ in cluster.nodes] == ["host1", "host0", "host2"]
     assert (cluster.ranks[1].address, cluster.ranks[1].interface) == ("10.0.0.1", "eth0")
 
 
@@ -114,7 +114,7 @@ def loopback(route: Route | None = None) -> dict[str, Any]:
 
 def test_the_masters_own_loopback_is_replaced_by_what_others_see() -> None:
     cluster = arrange([*node(0, loopback()), *node(1)], None)
-    assert [(info.address, info.interface) for info in cluster.leaders()] == [
+    assert [(info.address, info.interface) for info, *_ in cluster.nodes] == [
         ("10.0.0.0", "eth0"),
         ("10.0.0.1", "eth0"),
     ]
@@ -146,4 +146,4 @@ def test_loopback_is_right_on_a_single_node() -> None:
 
 def test_a_hello_travels_as_text() -> None:
     hello = node(1)[0]
-    assert Hello.from_json(hello.to_json()) == hello
+    assert Arrival.from_json(hello.to_json()) == hello
