@@ -10,7 +10,7 @@ import vllm.envs as envs
 
 from spmd_serve.channel.base import ChannelClosed
 from spmd_serve.channel.gloo import open_outbox
-from spmd_serve.channel.in_process import OwnLine
+from spmd_serve.channel.in_process import InProcessChannel
 from spmd_serve.channel.nccl import DoorbellOutbox
 from spmd_serve.channel.plan import driver_node
 from spmd_serve.channel.reply_listener import ReplyListener
@@ -94,7 +94,7 @@ class DriverChannel:
     """Opens both directions; afterwards `outbox` and `replies` stand in for vLLM's message queues."""
 
     def __init__(
-        self, spec: JobSpec, replica: int, entry: StatusEntry | NullStatusEntry, own: OwnLine | None = None
+        self, spec: JobSpec, replica: int, entry: StatusEntry | NullStatusEntry, own: InProcessChannel | None = None
     ) -> None:
         """`entry`: where messages are counted; `own`: the way to the replica's first rank in this process."""
         for name in spec.allow_classes:

@@ -10,7 +10,7 @@ from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 from spmd_serve.channel.base import ChannelSpec, ChannelStopped
 from spmd_serve.channel.broadcast import BroadcastInbox, BroadcastOutbox
 from spmd_serve.channel.gloo import meet, open_inbox
-from spmd_serve.channel.in_process import OwnLine
+from spmd_serve.channel.in_process import InProcessChannel
 from spmd_serve.channel.nccl import RootRelay, nccl_transport
 from spmd_serve.channel.plan import ChannelPlan, driver_node, plan_channel
 from spmd_serve.channel.relay import LocalRing, Relay
@@ -139,7 +139,7 @@ class RankChannel:
         store: TorchStore,
         entry: StatusEntry | NullStatusEntry,
         on_error: Callable[[BaseException], None],
-        own: OwnLine | None = None,
+        own: InProcessChannel | None = None,
     ) -> None:
         """`on_error`: called in a relay's thread with what ended it; the rank cannot go on then.
 

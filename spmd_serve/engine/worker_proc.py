@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 from vllm.platforms import current_platform
 
-from spmd_serve.channel.in_process import OwnLine
+from spmd_serve.channel.in_process import InProcessChannel
 from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.engine.cpu_collectives import complete_cpu_communicator
 from spmd_serve.engine.executor import STEP
@@ -45,7 +45,7 @@ class TorchrunWorkerProc(WorkerProc):
         me: RankInfo,
         store: TorchStore,
         link: WatcherLink,
-        own: OwnLine | None = None,
+        own: InProcessChannel | None = None,
     ) -> None:
         """`own`: the way to the driver, when that is in this process."""
         self._spec = spec

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from spmd_serve.channel.base import ChannelClosed
-from spmd_serve.channel.in_process import OwnLine
+from spmd_serve.channel.in_process import InProcessChannel
 from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.engine.driver_channel import DriverChannel
 from spmd_serve.engine.executor import TorchrunExecutor
@@ -20,7 +20,7 @@ class Seat:
 
     spec: JobSpec
     replica: int
-    own: OwnLine
+    own: InProcessChannel
     shard: ShardThread
     failing: Callable[[], bool]
 
