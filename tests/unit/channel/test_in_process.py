@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from spmd_serve.channel.base import ChannelClosed
-from spmd_serve.channel.in_process import LocalQueue, InProcessChannel
+from spmd_serve.channel.in_process import InProcessChannel, LocalQueue
 
 DEADLINE_S = 10.0
 

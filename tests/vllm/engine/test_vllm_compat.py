@@ -26,8 +26,8 @@ def ring_of(max_chunk_bytes: int) -> Iterator[tuple[Any, Any]]:
     """Both ends of a ring with one reader, which sleeps between messages."""
     from spmd_serve.engine import shm_ring
 
-    out = shm_ring.RingOutbox(1, max_chunk_bytes)
-    inbox = shm_ring.RingInbox(out.address, 0, spin=False)
+    out = shm_ring.ShmOutbox(1, max_chunk_bytes)
+    inbox = shm_ring.ShmInbox(out.address, 0, busy_poll=False)
     ready = threading.Thread(target=inbox.wait_until_ready, daemon=True)
     ready.start()
     out.wait_until_ready()
@@ -237,8 +237,7 @@ def test_the_size_of_a_message_as_it_lies_in_the_ring() -> None:
     with ring_of(3 << 20) as (out, inbox):
         # From a MiB on a tensor's bytes are a part of their own.
         for length in (0, 1000, 1 << 20, 2 << 20, 4 << 20):
-            out.enqueue(torch.zeros(length, dtype=torch.uint8))
-            sizes[length] = out.last_bytes()
+            sizes[length] = out.enqueue(torch.zeros(length, dtype=torch.uint8))
             assert len(inbox.dequeue(timeout=LOST_S)) == length
     assert 0 < sizes[0] < 1000 < sizes[1000] < 2000
     assert [sizes[length] // length for length in (1 << 20, 2 << 20, 4 << 20)] == [1, 1, 0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from spmd_serve.channel.base import WorkerCall
 from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.topology import Cluster, Layout, RankInfo
 
@@ -65,7 +66,7 @@ def config(layout: Layout, *, moe: bool = False) -> Any:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a Shard hands to vLLM's WorkerProc, which is not started here."""
+    """What a TorchrunWorkerProc passes to vLLM's WorkerProc, which is not started here."""
     from spmd_serve.engine.vllm_compat import WorkerProc
 
     given: dict[str, Any] = {}
@@ -83,19 +84,19 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 class Link:
-    """A WatcherLink that writes down what it is told."""
+    """A WatcherLink that records its calls."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.calls: list[str] = []
         self.entry = SimpleNamespace(
-            step_begin=lambda: self.said.append("begin"),
-            step_end=lambda: self.said.append("end"),
+            step_begin=lambda: self.calls.append("begin"),
+            step_end=lambda: self.calls.append("end"),
             turn=lambda: None,
-            state=self.said.append,
+            state=self.calls.append,
         )
 
     def failed(self, cause: str, *, peer: bool = False) -> None:
-        self.said.append(f"{'peer: ' if peer else ''}{cause}")
+        self.calls.append(f"{'peer: ' if peer else ''}{cause}")
 
 
 def shard(given: dict[str, Any], layout: Layout, ranks_per_node: int, rank: int, link: Link) -> Any:
@@ -137,7 +138,7 @@ def test_the_device_of_a_rank_is_torchruns_local_rank(
         assert parallel.data_parallel_index == layout.replica(info.rank)
 
 
-def test_vllm_still_reckons_the_device_like_that() -> None:
+def test_vllm_computes_the_device_that_way() -> None:
     found = importlib.util.find_spec("vllm.v1.worker.gpu_worker")
     assert found is not None and found.origin is not None
     text = Path(found.origin).read_text()
@@ -259,27 +260,23 @@ class TestSteps:
     LAYOUT = Layout(tp=1, pp=1, dp=1)
 
     def test_one_message_runs_and_samples(self, made: dict[str, Any]) -> None:
-        from spmd_serve.engine.executor import STEP
-
         link = Link()
-        step = getattr(shard(made, self.LAYOUT, 1, 0, link).worker, STEP)
+        step = shard(made, self.LAYOUT, 1, 0, link).worker.execute_and_sample
         assert step(None) == "sampled with None"  # execute_model leaves the output to sample_tokens
         assert step("an output") == "an output"  # another stage of the pipeline, or nothing was scheduled
-        assert link.said == []
+        assert link.calls == []
 
-    def test_a_failed_step_is_told_to_the_watcher_and_goes_on_as_vllm_wants(
-        self, made: dict[str, Any]
-    ) -> None:
+    def test_a_failed_step_is_reported_to_the_watcher_and_raised(self, made: dict[str, Any]) -> None:
         link = Link()
         built = shard(made, self.LAYOUT, 1, 0, link)
 
         def fail(scheduled: object) -> None:
             raise RuntimeError("out of\n  memory")
 
-        built._execute_model = fail
+        built.worker.wrapped.execute_model = fail
         with pytest.raises(RuntimeError, match="out of"):
             built.worker.execute_and_sample(None)
-        assert link.said == ["execute_and_sample failed: RuntimeError: out of memory"]
+        assert link.calls == ["execute_and_sample failed: RuntimeError: out of memory"]
 
     def test_a_lost_peer_is_not_taken_for_the_cause(self, made: dict[str, Any]) -> None:
         link = Link()
@@ -288,10 +285,10 @@ class TestSteps:
         def fail(scheduled: object) -> None:
             raise RuntimeError("Connection closed by peer [10.0.0.2]:4711")
 
-        built._execute_model = fail
+        built.worker.wrapped.execute_model = fail
         with pytest.raises(RuntimeError):
             built.worker.execute_and_sample(None)
-        assert link.said[0].startswith("peer: execute_and_sample failed: ")
+        assert link.calls[0].startswith("peer: execute_and_sample failed: ")
 
     def test_steps_count_once_loading_is_over(
         self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -301,7 +298,7 @@ class TestSteps:
 
         link = Link()
         built = shard(made, self.LAYOUT, 1, 0, link)
-        monkeypatch.setattr(WorkerProc, "_execute_worker_rpc", lambda self, request: link.said.append("run"))
+        monkeypatch.setattr(WorkerProc, "_execute_worker_rpc", lambda self, request: link.calls.append("run"))
         for method in ("determine_available_memory", LAST_OF_LOADING, "execute_model"):
-            built._execute_worker_rpc((method, (), {}, None))
-        assert link.said == ["run", "run", "ready", "begin", "run", "end"]
+            built._execute_worker_rpc(WorkerCall(method, (), {}, None))
+        assert link.calls == ["run", "run", "ready", "begin", "run", "end"]
