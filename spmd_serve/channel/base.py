@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 from spmd_serve.errors import PeerLost, SpmdError
 from spmd_serve.wire.frames import DEFAULT_MAX_BYTES, VERSION, Buffer, Kind
 
-# Waits are split into intervals, so that signal handlers run and shutdown() is noticed. One interval costs about
-# 0.35 ms of CPU in gloo (it builds a C++ stack trace): four a second are 0.15 % of a core.
+# Waits are split into intervals, so that signal handlers run and shutdown() is noticed. One interval costs
+# about 0.35 ms of CPU in gloo (it builds a C++ stack trace): four a second are 0.15 % of a core.
 POLL_INTERVAL_S = 0.25
 
 Say = Callable[[str], None]
@@ -77,7 +77,7 @@ class Inbox(Protocol):
 class Ring(Protocol):
     """The end that a relay writes to: vLLM's MessageQueue inside a node, a queue inside a process."""
 
-    def enqueue(self, obj: Any, timeout: float | None = None) -> object:
+    def enqueue(self, obj: Any, timeout: float | None = None) -> Any:
         """Add `obj`; wait while the ring is full, and raise TimeoutError after `timeout` seconds."""
 
 

@@ -21,7 +21,10 @@ class LocalQueue:
         self._queue.put(pickle.dumps(obj, 5) if self._copies else obj)
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
-        """Return the next object. Raises TimeoutError after `timeout` seconds, ChannelClosed after shutdown()."""
+        """Return the next object.
+
+        Raises TimeoutError after `timeout` seconds, ChannelClosed after shutdown().
+        """
         try:
             item = self._queue.get(timeout=None if indefinite or timeout is None else max(0.0, timeout))
         except queue.Empty:

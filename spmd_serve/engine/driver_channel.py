@@ -1,4 +1,4 @@
-"""A driver's ends of the control channel: an outbox to its replica's ranks, an inbox for each rank's replies."""
+"""A driver's ends of the control channel: an outbox to its ranks, an inbox for each rank's replies."""
 
 import logging
 import threading

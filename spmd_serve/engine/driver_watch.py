@@ -77,7 +77,7 @@ class AwaitedReplies:
 
 
 class _FatalLog(logging.Handler):
-    """Catches the fatal error of an engine core: vLLM has no hook for it, but logs it before the process ends."""
+    """Catches the fatal error of an engine core: vLLM has no hook for it, but logs it."""
 
     def __init__(self, watch: DriverWatch, replica: int) -> None:
         super().__init__(level=logging.ERROR)

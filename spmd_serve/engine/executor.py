@@ -25,8 +25,8 @@ class TorchrunExecutor(MultiprocExecutor):
     """Drives the ranks of one replica, which torchrun started (vLLM's ``distributed_executor_backend``).
 
     vLLM's `MultiprocExecutor` keeps the batches in flight, their futures and the aggregation of outputs. This
-    class starts no workers, connects the ranks by our channel, and sends a step without grammar bitmask as one
-    message instead of two.
+    class starts no workers, connects the ranks by our channel, and sends a step without grammar bitmask as
+    one message instead of two.
 
     The path of a step, with vLLM 0.32's part (`vllm/v1/executor/multiproc_executor.py`) in pseudo-code::
 
@@ -44,8 +44,8 @@ class TorchrunExecutor(MultiprocExecutor):
               if r is None or r == self.rank: self.handle_output(output)
                 self.worker_response_mq.enqueue((status, output))        # ShmOutbox or ReplySender
 
-    `handle_output` hands over to a thread with asynchronous scheduling. An exception is logged by vLLM and sent
-    as the output, with a failure status.
+    With asynchronous scheduling, `handle_output` passes the output to a thread, which enqueues it. vLLM logs
+    an exception of the method and sends it as the output, with a failure status.
     """
 
     supports_pp = True

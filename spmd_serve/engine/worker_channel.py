@@ -150,7 +150,7 @@ class RankChannel:
     ) -> None:
         """Prepare the channel of rank `me`.
 
-        `on_error`: called in a relay's thread with the error that ended the relay; the rank cannot go on then.
+        `on_error`: called in a relay's thread with the error that ended the relay, which is fatal.
         `own`: the channel to the driver if that runs in this process.
         """
         for name in spec.allow_classes:
@@ -162,7 +162,7 @@ class RankChannel:
         self._terms = channel_terms(spec, self._replica, self._plan) if self._plan.members else None
 
     def open(self) -> None:
-        """Announce that the shard is loaded, and connect to the driver. Waits without limit for the driver."""
+        """Announce that the shard is loaded, and wait without limit for the driver."""
         self.inbox = RankInbox(self._open(), self._entry)
 
     def _open(self) -> Inbox:

@@ -50,6 +50,7 @@ class TorchrunWorkerProc(WorkerProc):
     `run` enters vLLM's loop; see `TorchrunExecutor` for the path of a step from the driver to here and back.
     """
 
+    worker: StepWorker
     rpc_broadcast_mq: Inbox
     worker_response_mq: Outbox
 
@@ -144,8 +145,8 @@ def shm_name(spec: JobSpec, me: RankInfo) -> str:
     """Return the `distributed_init_method` of a rank, unique per round, replica and machine.
 
     vLLM never connects to it, because the default process group exists already. On CPUs with AVX-512, vLLM
-    names the ranks' shared memory after the part behind the last colon, and takes ranks with the same part for
-    ranks that can share memory.
+    names the ranks' shared memory after the part behind the last colon, and assumes that ranks with the same
+    part can share memory.
     """
     return f"env://spmd_serve:{_shared_name(spec, me)}"
 
@@ -198,7 +199,7 @@ def open_world(vllm_config: Any, store: TorchStore, spec: JobSpec, me: RankInfo)
 
 
 def world_backend() -> str:
-    """Return the backend of the default group; vLLM's split groups need the device and the CPU backend in one."""
+    """Return the backend of the default group; vLLM's split groups need one for device and CPU."""
     backend = str(current_platform.dist_backend)
     if envs.VLLM_DISTRIBUTED_USE_SPLIT_GROUP and backend == "nccl":
         return "cpu:gloo,cuda:nccl"
