@@ -77,7 +77,7 @@ class Inbox(Protocol):
 class Ring(Protocol):
     """The end that a relay writes to: vLLM's MessageQueue inside a node, a queue inside a process."""
 
-    def enqueue(self, obj: Any, timeout: float | None = None) -> Any:
+    def enqueue(self, obj: Any, timeout: float | None = None) -> object:
         """Add `obj`; wait while the ring is full, and raise TimeoutError after `timeout` seconds."""
 
 

@@ -1,4 +1,4 @@
-"""A rank's shard: its device, its groups, its steps; what only a GPU would show, as arithmetic and calls."""
+"""A rank's worker: its device, groups and steps. GPU placement is checked as arithmetic and calls."""
 
 import importlib.util
 from dataclasses import replace
@@ -37,7 +37,7 @@ def spec(layout: Layout, ranks_per_node: int, round_id: str = "0123456789ab") ->
 
 
 class ParallelConfig:
-    """What the shard sets of vLLM's, which it begins with as the engine core's was built."""
+    """The fields of vLLM's ParallelConfig that `place_config` sets."""
 
     def __init__(self, layout: Layout) -> None:
         self.tensor_parallel_size = layout.tp
@@ -146,7 +146,7 @@ def test_vllm_computes_the_device_that_way() -> None:
     assert "self.local_rank += dp_local_rank * tp_pcp_pp_world_size" in text
 
 
-def test_dense_replicas_are_worlds_of_their_own_and_moe_replicas_share_one() -> None:
+def test_dense_replicas_have_own_groups_and_moe_replicas_share_one() -> None:
     from spmd_serve.engine.worker_proc import place_config
 
     layout = Layout(tp=2, pp=1, dp=2)
@@ -164,7 +164,7 @@ def test_dense_replicas_are_worlds_of_their_own_and_moe_replicas_share_one() -> 
 @pytest.mark.parametrize(
     ("on_cpus", "given", "part"), [(True, None, 0.225), (True, 5, 0.9), (False, None, 0.9)]
 )
-def test_ranks_of_one_machine_share_its_memory_where_that_is_no_gpus(
+def test_cpu_ranks_of_one_machine_share_its_memory(
     monkeypatch: pytest.MonkeyPatch, on_cpus: bool, given: int | None, part: float
 ) -> None:
     from vllm.platforms import current_platform
@@ -180,7 +180,7 @@ def test_ranks_of_one_machine_share_its_memory_where_that_is_no_gpus(
     assert placed.cache_config.gpu_memory_utilization == part
 
 
-def test_a_shard_is_numbered_inside_its_replica(made: dict[str, Any]) -> None:
+def test_ranks_are_numbered_inside_their_replica(made: dict[str, Any]) -> None:
     layout = Layout(tp=2, pp=2, dp=2)
     numbers, drivers = [], []
     for rank in range(8):
@@ -191,7 +191,7 @@ def test_a_shard_is_numbered_inside_its_replica(made: dict[str, Any]) -> None:
     assert drivers == [True, False] * 4  # the first TP rank of each stage
 
 
-def test_shared_memory_names_differ_by_replica_and_run_and_machine(made: dict[str, Any]) -> None:
+def test_shared_memory_names_differ_by_replica_round_and_machine(made: dict[str, Any]) -> None:
     from spmd_serve.engine.worker_proc import shm_name
 
     layout = Layout(tp=2, pp=1, dp=2)
@@ -224,7 +224,7 @@ def platform(backend: str, *, cuda: bool) -> Any:
         ("xccl", False, "1", "xccl", None),
     ],
 )
-def test_the_worlds_backend_and_device(
+def test_backend_and_device_of_the_default_group(
     backend: str, cuda: bool, split: str, group: str, device: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from spmd_serve.engine import worker_proc as module
@@ -237,7 +237,7 @@ def test_the_worlds_backend_and_device(
 
 
 @pytest.mark.parametrize(("moe", "rank", "size"), [(False, 1, 2), (True, 3, 4)])
-def test_the_world_is_the_replica_or_everybody(
+def test_the_default_group_is_one_replica_or_all_ranks(
     moe: bool, rank: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -255,7 +255,7 @@ def test_the_world_is_the_replica_or_everybody(
 
 
 class TestSteps:
-    """What happens around vLLM's worker methods."""
+    """The handling of vLLM's worker methods."""
 
     LAYOUT = Layout(tp=1, pp=1, dp=1)
 
@@ -278,7 +278,7 @@ class TestSteps:
             built.worker.execute_and_sample(None)
         assert link.calls == ["execute_and_sample failed: RuntimeError: out of memory"]
 
-    def test_a_lost_peer_is_not_taken_for_the_cause(self, made: dict[str, Any]) -> None:
+    def test_a_lost_peer_is_reported_as_a_consequence(self, made: dict[str, Any]) -> None:
         link = Link()
         built = shard(made, self.LAYOUT, 1, 0, link)
 
@@ -290,7 +290,7 @@ class TestSteps:
             built.worker.execute_and_sample(None)
         assert link.calls[0].startswith("peer: execute_and_sample failed: ")
 
-    def test_steps_count_once_loading_is_over(
+    def test_steps_are_counted_after_loading(
         self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from spmd_serve.engine.vllm_compat import WorkerProc
