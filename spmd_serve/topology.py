@@ -142,10 +142,11 @@ class Layout:
             for ranks in map(self.replica_ranks, range(self.dp))
             if ranks[0] // per_node != ranks[-1] // per_node
         )
+        nodes = sorted({rank // per_node for rank in split})
         raise UsageError(
             f"a replica of {size} ranks (TP {self.tp} x PP {self.pp}) does not fit nodes of {per_node} ranks "
             f"evenly: replica {split[0] // size} would have {spans('rank', split)} on "
-            f"{' and '.join(hostnames[node] for node in sorted({rank // per_node for rank in split}))}; start "
+            f"{' and '.join(hostnames[node] for node in nodes)}; start "
             f"a multiple or a divisor of {size} ranks on each node (--nproc-per-node), or change the sizes"
         )
 

@@ -1,49 +1,51 @@
-"""The way between a driver and the shard in the same process: two queues, where nobody spins or encodes."""
+"""The control channel between a driver and the rank in the same process: two queues, without busy polling."""
 
 import pickle
 import queue
 from typing import Any
 
-from spmd_serve.channel.base import ChannelClosed, Deadline
+from spmd_serve.channel.base import ChannelClosed
 
 _CLOSED = object()
 
 
 class LocalQueue:
-    """One direction, for one reader. Waiting needs no CPU, and in the main thread Ctrl-C interrupts it."""
+    """One direction, for one reader. Waiting costs no CPU; in the main thread Ctrl-C interrupts it."""
 
     def __init__(self, copies: bool) -> None:
         self._copies = copies
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def enqueue(self, obj: object, timeout: float | None = None) -> None:
-        """Add `obj`; never waits."""
+        """Add `obj`; never wait."""
         self._queue.put(pickle.dumps(obj, 5) if self._copies else obj)
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
-        """The next object. TimeoutError after `timeout` seconds, ChannelClosed after shutdown()."""
-        seconds = None if indefinite or timeout is None else Deadline(timeout).left(timeout)
+        """Return the next object.
+
+        Raises TimeoutError after `timeout` seconds, ChannelClosed after shutdown().
+        """
         try:
-            item = self._queue.get(timeout=seconds)
+            item = self._queue.get(timeout=None if indefinite or timeout is None else max(0.0, timeout))
         except queue.Empty:
-            raise TimeoutError("nothing came from the same process in time") from None
+            raise TimeoutError("no message from the same process in time") from None
         if item is _CLOSED:
             self._queue.put(_CLOSED)
-            raise ChannelClosed("the way inside this process is closed")
+            raise ChannelClosed("the queue inside this process is closed")
         return pickle.loads(item) if self._copies else item
 
     def wait_until_ready(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: both ends exist from the start."""
 
     def shutdown(self) -> None:
-        """Wake a waiting dequeue, once it has read what was there before."""
+        """Wake a waiting dequeue, after it has returned everything sent before."""
         self._queue.put(_CLOSED)
 
 
-class OwnLine:
-    """Both directions between a driver and its own shard."""
+class InProcessChannel:
+    """Both directions between a driver and the rank in its own process."""
 
     def __init__(self, copies: bool) -> None:
-        """`copies`: objects are copied, for one side goes on (and changes them) before the other reads."""
+        """With `copies`, objects are copied, because the sender changes them before the receiver reads."""
         self.messages = LocalQueue(copies)
         self.replies = LocalQueue(copies)

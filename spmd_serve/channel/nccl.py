@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from spmd_serve.channel.base import SLICE_S, ChannelClosed, ChannelSpec, Ring, RingReader
+from spmd_serve.channel.base import POLL_INTERVAL_S, ChannelClosed, ChannelSpec, Ring, RingReader
 from spmd_serve.channel.broadcast import BroadcastOutbox
 from spmd_serve.channel.relay import END
 from spmd_serve.channel.reply import ReplyInbox
@@ -186,7 +186,7 @@ class RootRelay:
         try:
             while not self._closing:
                 try:
-                    payload = self._ring.dequeue(timeout=SLICE_S, indefinite=True)
+                    payload = self._ring.dequeue(timeout=POLL_INTERVAL_S, indefinite=True)
                 except TimeoutError:
                     continue
                 if len(payload):

@@ -1,4 +1,4 @@
-"""Who is reached how: the shape of one replica's control channel, as a pure function of the layout."""
+"""Plan how a driver reaches the ranks of its replica, as a pure function of the layout."""
 
 from dataclasses import dataclass
 
@@ -8,20 +8,18 @@ from spmd_serve.topology import Cluster, Layout
 
 @dataclass(frozen=True)
 class ChannelPlan:
-    """The way of a replica's messages from its driver to its ranks (global rank numbers).
-
-    `ring`: ranks that read the driver's own shared-memory ring (same host).
-    `members`: ranks that receive the broadcast between hosts, as group members 1, 2, ...; member 0 is the
-    driver, except for nccl, where it is the replica's first rank, which gets the driver's messages by ring.
-    `behind`: leader rank to the ranks of its host that it feeds by a ring of its own, itself included.
-    """
+    """The paths of a replica's control messages from its driver to its ranks (global rank numbers)."""
 
     ring: tuple[int, ...]
+    """Ranks on the driver's node, which read the driver's shared-memory ring."""
     members: tuple[int, ...]
+    """Ranks that receive the broadcast between nodes, as group members 1, 2, ... Member 0 is the driver; with
+    nccl it is the replica's first rank, which reads the driver's messages from the ring."""
     behind: dict[int, tuple[int, ...]]
+    """For each rank that relays: the ranks of its node that read its ring, itself included."""
 
     def leader_of(self, rank: int) -> int | None:
-        """The rank whose ring feeds `rank`, or None when it is fed by the driver's ring or the group."""
+        """Return the rank whose ring `rank` reads, or None for the driver's ring or the group."""
         for leader, ranks in self.behind.items():
             if rank in ranks:
                 return leader
@@ -29,9 +27,9 @@ class ChannelPlan:
 
 
 def check_backend(backend: str, lb: str, layout: Layout, cluster: Cluster) -> None:
-    """Raises UsageError where ``nccl`` cannot work: without GPUs, or with a driver far from its first rank.
+    """Raise UsageError if ``nccl`` cannot work with this layout.
 
-    That rank has the driver's messages by a ring of their host.
+    It needs GPUs, and each driver on the node of its replica's first rank, which reads the driver's ring.
     """
     if backend != "nccl":
         return
@@ -45,37 +43,37 @@ def check_backend(backend: str, lb: str, layout: Layout, cluster: Cluster) -> No
         first, home = layout.first_rank(replica), driver_node(lb, layout, cluster, replica)
         if cluster.node_of(first) != home:
             raise UsageError(
-                f"--control-backend nccl needs each replica's first rank on its driver's host, but with --lb "
-                f"{lb} replica {replica} is driven on {cluster.hostnames[home]} and begins with "
+                f"--control-backend nccl needs each replica's first rank on its driver's node, but with --lb "
+                f"{lb} the driver of replica {replica} runs on {cluster.hostnames[home]}, and its first rank is "
                 f"{cluster.ranks[first]}: leave it out (auto), or write --lb hybrid or --lb external"
             )
 
 
 def driver_node(lb: str, layout: Layout, cluster: Cluster, replica: int) -> int:
-    """The node where the replica's engine core runs: the head (internal), else that of its first rank."""
+    """Return the node of the replica's driver: the head with ``internal``, else that of its first rank."""
     return 0 if lb == "internal" else cluster.node_of(layout.first_rank(replica))
 
 
 def plan_channel(
     backend: str, layout: Layout, cluster: Cluster, replica: int, home: int, own: int | None = None
 ) -> ChannelPlan:
-    """Lay out the channel of `replica`, whose driver runs on node `home`.
+    """Plan the channel of `replica`, whose driver runs on node `home`.
 
-    `own`: the rank in whose process the driver runs (scripts), which needs no channel.
+    `own` is the rank in whose process the driver runs (scripts); it needs no channel.
 
-    ``auto``: ring inside the driver's host, one group member per other host, which relays into its host's
-    ring when it has more than one rank of the replica. ``gloo``: every rank is a member. ``nccl``: the first
-    rank broadcasts to all others.
+    ``auto`` uses a ring inside the driver's node and one group member per other node; the member relays into
+    a ring of its node if that has several ranks of the replica. With ``gloo`` every rank is a member. With
+    ``nccl`` the first rank broadcasts to all others.
     """
     ranks = tuple(rank for rank in layout.replica_ranks(replica) if rank != own)
     if backend == "gloo":
         return ChannelPlan(ring=(), members=ranks, behind={})
     if backend == "nccl":
         return ChannelPlan(ring=ranks[:1], members=ranks[1:], behind={})
-    hosts: dict[int, list[int]] = {}
+    by_node: dict[int, list[int]] = {}
     for rank in ranks:
-        hosts.setdefault(cluster.node_of(rank), []).append(rank)
-    ring = tuple(hosts.pop(home, ()))
-    members = tuple(group[0] for group in hosts.values())
-    behind = {group[0]: tuple(group) for group in hosts.values() if len(group) > 1}
+        by_node.setdefault(cluster.node_of(rank), []).append(rank)
+    ring = tuple(by_node.pop(home, ()))
+    members = tuple(group[0] for group in by_node.values())
+    behind = {group[0]: tuple(group) for group in by_node.values() if len(group) > 1}
     return ChannelPlan(ring=ring, members=members, behind=behind)

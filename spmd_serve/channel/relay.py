@@ -71,7 +71,8 @@ class Relay:
     def _put(self, payload: bytes | bytearray) -> None:
         while not self._closing:
             with suppress(TimeoutError):
-                return self._ring.enqueue(payload, timeout=0.0)
+                self._ring.enqueue(payload, timeout=0.0)
+                return
             # vLLM's ring would spin for a place, and take the interpreter lock from this rank's long step.
             time.sleep(_FULL_S)
         raise ChannelClosed("the relay is closed")

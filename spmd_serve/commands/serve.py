@@ -204,7 +204,7 @@ def print_table(spec: JobSpec, urls: Mapping[str, Sequence[int]]) -> None:
 
 
 def run_shard(job: Job, config: Any, spec: JobSpec) -> None:
-    """Load this rank's part of the model, then obey the driver until it says stop."""
+    """Load this rank's part of the model, then execute the driver's messages until it stops."""
     from spmd_serve.engine.worker_proc import TorchrunWorkerProc, check_layout, open_world, place_config
 
     me = job.membership.me
@@ -215,7 +215,7 @@ def run_shard(job: Job, config: Any, spec: JobSpec) -> None:
     shard = TorchrunWorkerProc(config, spec, me, job.membership.store, job.link)
     check_layout(spec, me)
     job.serving = True
-    shard.obey()
+    shard.run()
 
 
 def place_on_cores(job: Job, spec: JobSpec) -> None:

@@ -1,1 +1,1 @@
-"""The part that builds and extends vLLM objects: configuration, ranks' shards, the driver's executor."""
+"""Everything that builds or extends vLLM objects: configuration, the ranks' workers, the executor."""

@@ -1,4 +1,4 @@
-"""From a command line to vLLM's configuration, by vLLM's own parser."""
+"""Parse the command line with vLLM's own parser, and build vLLM's configuration."""
 
 import argparse
 import os
@@ -25,11 +25,11 @@ from spmd_serve.system.network import host_name
 from spmd_serve.topology import Layout
 
 DEFAULT_SHUTDOWN_TIMEOUT_S = 20
-"""vLLM's own default cuts running answers at once; torchrun kills a signalled job after 30 s."""
+"""In seconds. vLLM's default aborts requests at once; torchrun kills a signalled job after 30 s."""
 
 
 class ServeParser(FlexibleArgumentParser):
-    """vLLM's parser with our flags first and one-line errors."""
+    """vLLM's parser with our flags first. Errors are one line and raise UsageError."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (--help lists the flags)")
@@ -39,7 +39,7 @@ AddFlags = Callable[[argparse.ArgumentParser], None]
 
 
 def make_parser(more: AddFlags | None = None) -> ServeParser:
-    """The parser of ``spmd_serve serve``: our group (and `more` of ours), then every ``vllm serve`` flag."""
+    """Return the parser of ``spmd_serve serve``: our flags, those of `more`, then ``vllm serve``'s."""
     parser = ServeParser(
         prog="torchrun ... -m spmd_serve",
         usage="torchrun [torchrun flags] -m spmd_serve [serve] MODEL [flags]",
@@ -53,10 +53,10 @@ def make_parser(more: AddFlags | None = None) -> ServeParser:
     for action in parser._actions:
         if action.dest == "data_parallel_size":
             action.type = number_or_auto
-            action.help = f"{action.help} {AUTO}: as many replicas as the ranks of this round make."
+            action.help = f"{action.help} {AUTO}: as many replicas as fit on the ranks of this round."
         elif action.dest == "port":
             action.type = _port
-            action.help = f"{action.help} Several, with commas: one for each endpoint of a host (see --lb)."
+            action.help = f"{action.help} Several, with commas: one for each endpoint of a node (see --lb)."
     parser.set_defaults(shutdown_timeout=DEFAULT_SHUTDOWN_TIMEOUT_S)
     return parser
 
@@ -67,12 +67,12 @@ def _port(text: str) -> int | tuple[int, ...]:
 
 
 def number_or_auto(text: str) -> int | str:
-    """A value of ``--data-parallel-size``."""
+    """Convert a value of ``--data-parallel-size``. Raises ValueError."""
     return AUTO if text == AUTO else int(text)
 
 
 def parse_serve(argv: Sequence[str], more: AddFlags | None = None) -> argparse.Namespace:
-    """Parse and validate a serve command line. Raises UsageError, one line, for anything wrong in it."""
+    """Parse and validate the command line of ``serve``. Raises UsageError with one line."""
     parser = make_parser(more)
     argv = config_file.expand(argv, parser)
     args: argparse.Namespace = parser.parse_args(argv)
@@ -100,7 +100,7 @@ def parse_serve(argv: Sequence[str], more: AddFlags | None = None) -> argparse.N
 
 
 def _check_parsers(args: argparse.Namespace) -> None:
-    """What vLLM finds only when its API server starts: names of parsers, and files that bring new ones."""
+    """Check parser names and plugin files, which vLLM checks only when its API server starts."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
@@ -141,12 +141,12 @@ def _is_given(argv: Sequence[str], flags: tuple[str, ...]) -> bool:
 
 
 def flag_values(args: argparse.Namespace) -> dict[str, object]:
-    """All values of the command line, for the comparison between ranks."""
+    """Return all values of the command line, for the comparison between ranks."""
     return {name: value for name, value in vars(args).items() if not name.startswith("given_")}
 
 
 def apply_layout(args: argparse.Namespace, layout: Layout) -> None:
-    """Write the resolved sizes back, so that vLLM sees what was decided for all ranks."""
+    """Store the resolved parallel sizes in `args`, so that vLLM uses the layout of all ranks."""
     args.tensor_parallel_size = layout.tp
     args.pipeline_parallel_size = layout.pp
     args.data_parallel_size = layout.dp
@@ -155,9 +155,9 @@ def apply_layout(args: argparse.Namespace, layout: Layout) -> None:
 
 
 def apply_endpoint(args: argparse.Namespace, endpoint: Endpoint) -> None:
-    """Have the API server of an endpoint start engine cores for its own dense replicas only.
+    """Make the API server of an endpoint start engine cores for its own dense replicas only.
 
-    They know nothing of the others, so vLLM sees a server with so many of them.
+    vLLM then sees a server with that many replicas, and nothing of the others.
     """
     args.data_parallel_size = len(endpoint.replicas)
 
@@ -165,12 +165,12 @@ def apply_endpoint(args: argparse.Namespace, endpoint: Endpoint) -> None:
 def apply_coupled_endpoint(
     args: argparse.Namespace, endpoint: Endpoint, head_address: str, head_port: int
 ) -> None:
-    """The same for replicas that step together (MoE), where vLLM's own machinery spans all endpoints.
+    """Make the API server of an endpoint start engine cores for its own coupled (MoE) replicas.
 
-    Engine cores ask the API server of the first endpoint, at this address and port, for the coordinator that
-    starts and ends their waves.
+    These step together across all endpoints. The engine cores ask the API server of the first endpoint, at
+    `head_address` and `head_port`, for vLLM's coordinator, which starts and ends their waves.
     """
-    args.data_parallel_hybrid_lb = True  # vLLM makes it external where there is one replica
+    args.data_parallel_hybrid_lb = True  # with one replica, vLLM changes it to external
     args.data_parallel_size_local = len(endpoint.replicas)
     args.data_parallel_start_rank = endpoint.replicas.start
     args.data_parallel_address = head_address
@@ -178,7 +178,7 @@ def apply_coupled_endpoint(
 
 
 def apply_executor(args: argparse.Namespace, spec: JobSpec | None = None) -> None:
-    """Make vLLM use our executor; with `spec`, tell the drivers that it will start where the ranks are."""
+    """Make vLLM use our executor; with `spec`, pass the job's description on to the drivers."""
     from spmd_serve.engine.executor import TorchrunExecutor
 
     args.distributed_executor_backend = TorchrunExecutor
@@ -190,7 +190,7 @@ def apply_executor(args: argparse.Namespace, spec: JobSpec | None = None) -> Non
 
 
 def engine_config(args: argparse.Namespace) -> Any:
-    """Build a VllmConfig as ``vllm serve`` would. Raises UsageError for what vLLM refuses."""
+    """Build a VllmConfig as ``vllm serve`` does. Raises UsageError if vLLM rejects the arguments."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     propagate_flash_late_interaction(args, engine_args)
     with refusals():
@@ -199,7 +199,7 @@ def engine_config(args: argparse.Namespace) -> Any:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What vLLM's configuration refuses inside the block, in whatever way, is a UsageError of one line."""
+    """Turn every error of vLLM's configuration inside the block into a UsageError with one line."""
     try:
         yield
     except (ValueError, TypeError, KeyError, OSError, NotImplementedError, AssertionError) as problem:
@@ -207,7 +207,7 @@ def refusals() -> Iterator[None]:
 
 
 def one_line(problem: BaseException) -> str:
-    """The text of an exception of vLLM or pydantic as one line."""
+    """Return the text of an exception of vLLM or pydantic as one line."""
     errors = getattr(problem, "errors", None)
     if callable(errors):
         texts = [str(item.get("msg", "")) for item in errors()]

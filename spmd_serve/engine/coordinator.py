@@ -1,7 +1,7 @@
-"""vLLM's coordinator of data-parallel replicas, as a member of its host's watcher.
+"""vLLM's coordinator of data-parallel replicas, as a member of its node's watcher.
 
-vLLM looks whether it lives only where there are several API servers, and never whether it stands still: load
-figures would stop, and replicas of a MoE model would not wake each other.
+vLLM checks that its coordinator is alive only with several API servers, and never that it makes progress.
+Without it load figures stop, and replicas of a MoE model do not wake each other.
 """
 
 import functools
@@ -20,22 +20,22 @@ NAME = "coordinator of replicas"
 
 
 def watch_coordinators(spec: JobSpec) -> None:
-    """From now on a coordinator that vLLM starts below this process, by fork or spawn, is a member."""
+    """Make every coordinator that vLLM starts from this process, by fork or spawn, a member."""
     vllm_compat.run_coordinators_by(functools.partial(run, spec), ENDING)
 
 
 def run(spec: JobSpec, /, **given: Any) -> None:
-    """The main function of the coordinator's process; `given`: what vLLM's own takes."""
+    """Run the coordinator's process; `given` are the arguments of vLLM's own main function."""
     die_with_parent(None)
-    # SIGTERM is blocked in all threads. Who signals every process of a job (systemd, scancel) does not mean
-    # this one: rank 0 decides when the engines that need it are done, and vLLM's comes from our parent.
+    # SIGTERM is blocked in all threads. systemd and scancel signal every process of a job, but this one must
+    # stay while engines need it: rank 0 decides that, and only the parent's signal ends this process.
     hello = {"kind": "coordinator", "name": NAME, "rank": None}
     link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_root_cause=keep_answering)
-    threading.Thread(target=_leave_with_parents_leave, args=(link,), name="signals", daemon=True).start()
+    threading.Thread(target=_exit_on_parents_signal, args=(link,), name="signals", daemon=True).start()
     vllm_compat.run_coordinator(**given)
 
 
-def _leave_with_parents_leave(link: WatcherLink) -> None:
+def _exit_on_parents_signal(link: WatcherLink) -> None:
     while signal.sigwaitinfo(ENDING).si_pid != os.getppid():
         pass
     link.leaving()

@@ -1,4 +1,4 @@
-"""Two collectives of coupled (MoE) replicas that vLLM 0.32 has for GPUs only."""
+"""Two collective operations of coupled (MoE) replicas that vLLM 0.32 implements for GPUs only."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def complete_cpu_communicator() -> None:
-    """Give vLLM's CPU communicator what it lacks; without it no MoE model runs with DP > 1 on CPUs."""
+    """Add both operations to vLLM's CPU communicator; MoE models with DP > 1 need them on CPUs."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     for method in (all_gatherv, reduce_scatterv):
@@ -17,7 +17,7 @@ def complete_cpu_communicator() -> None:
 
 
 def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: Sequence[int] | None = None) -> Any:
-    """Rows of all ranks of the group, in order: `sizes` rows from each (default: as many as from us)."""
+    """Return the rows of all ranks, in rank order: `sizes` rows from each (default: as many as this rank)."""
     assert dim == 0, "vLLM gathers tokens, which are rows"
     if isinstance(input_, torch.Tensor):
         return _gather(self.device_group, input_, sizes or [input_.shape[0]] * self.world_size)
@@ -27,7 +27,7 @@ def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: Sequence[int] | Non
 def reduce_scatterv(
     self: Any, input_: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """The sum over all ranks of the group; each rank gets its `sizes` rows of it (default: equal parts)."""
+    """Return this rank's `sizes` rows of the sum over all ranks (default: equal parts)."""
     assert dim == 0, "vLLM scatters tokens, which are rows"
     total = input_.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=self.device_group)
@@ -38,7 +38,7 @@ def reduce_scatterv(
 
 
 def _gather(group: Any, mine: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    # gloo gathers tensors of one shape only, so shorter ones are filled up.
+    # gloo gathers only tensors of one shape, so shorter ones are padded.
     padded = mine.new_zeros((max(sizes), *mine.shape[1:]))
     padded[: mine.shape[0]] = mine
     parts = [torch.empty_like(padded) for _ in sizes]

@@ -1,34 +1,51 @@
-"""The driver's side: vLLM's scheduler calls it, it broadcasts each batch to the ranks of its replica."""
+"""The driver's executor: send each batch of vLLM's scheduler to the ranks of the replica."""
 
 import logging
 import sys
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import vllm.envs as envs
 
+from spmd_serve.channel.base import Inbox, Outbox
 from spmd_serve.config.job_spec import ADDITIONAL_CONFIG_KEY, JobSpec
 from spmd_serve.engine.driver_channel import DriverChannel
 from spmd_serve.engine.driver_watch import DriverWatch
+from spmd_serve.engine.step_worker import StepWorker
 from spmd_serve.engine.vllm_compat import MultiprocExecutor
 from spmd_serve.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-STEP = "execute_and_sample"
-"""Worker method that runs execute_model and sample_tokens in one go (see `engine.shard`)."""
-
 
 class TorchrunExecutor(MultiprocExecutor):
-    """Drives one replica's ranks, which torchrun started; see ``distributed_executor_backend`` in vLLM.
+    """Drives the ranks of one replica, which torchrun started (vLLM's ``distributed_executor_backend``).
 
-    Everything about batches in flight, futures and output aggregation is `MultiprocExecutor`'s; what
-    differs is that no worker is started here, how messages travel, and that a step without grammar
-    bitmask is one message instead of two.
+    vLLM's `MultiprocExecutor` keeps the batches in flight, their futures and the aggregation of outputs. This
+    class starts no workers, connects the ranks by our channel, and sends a step without grammar bitmask as
+    one message instead of two.
+
+    The path of a step, with vLLM 0.32's part (`vllm/v1/executor/multiproc_executor.py`) in pseudo-code::
+
+        TorchrunExecutor.execute_model(batch)
+          MultiprocExecutor.collective_rpc("execute_and_sample", (batch,), unique_reply_rank=r)
+            self.rpc_broadcast_mq.enqueue((method, args, kwargs, r))     # DriverOutbox.enqueue
+            return a FutureWrapper; its result() does
+              status, result = self.response_mqs[r].dequeue()            # AwaitedReplies.dequeue
+
+        on every rank, TorchrunWorkerProc.run()
+          WorkerProc.worker_busy_loop(): for ever
+            call = self.rpc_broadcast_mq.dequeue(indefinite=True)        # RankInbox.dequeue
+            self._execute_worker_rpc(call)                               # TorchrunWorkerProc
+              output = getattr(self.worker, method)(*args, **kwargs)     # StepWorker.execute_and_sample
+              if r is None or r == self.rank: self.handle_output(output)
+                self.worker_response_mq.enqueue((status, output))        # ShmOutbox or ReplySender
+
+    With asynchronous scheduling, `handle_output` passes the output to a thread, which enqueues it. vLLM logs
+    an exception of the method and sends it as the output, with a failure status.
     """
 
     supports_pp = True
@@ -44,12 +61,12 @@ class TorchrunExecutor(MultiprocExecutor):
         self._one_message_step: Future[Any] | None = None
         self._get_parallel_sizes()
         spec, replica = self._place()
-        self.workers: list[Any] = []  # what vLLM's own shutdown and monitor look at
+        self.workers: list[Any] = []  # read by vLLM's shutdown and monitor
         self._spec = spec
         self._replica = replica
         self._watch, self._channel = self._open_channel()
-        self.rpc_broadcast_mq: Any = self._channel.outbox
-        self.response_mqs: list[Any] = self._channel.replies
+        self.rpc_broadcast_mq: Outbox | None = self._channel.outbox
+        self.response_mqs: Sequence[Inbox] = self._channel.replies
         self.futures_queue: deque[Any] = deque()
         self.output_rank = self._get_output_rank()
         assert spec.layout.output_rank(replica) == spec.layout.first_rank(replica) + self.output_rank
@@ -57,7 +74,7 @@ class TorchrunExecutor(MultiprocExecutor):
         self._post_init_executor()
 
     def _place(self) -> tuple[JobSpec, int]:
-        """The job, and the replica that this executor drives."""
+        """Return the job and the number of the replica that this executor drives."""
         plain = (self.vllm_config.additional_config or {}).get(ADDITIONAL_CONFIG_KEY)
         if plain is None:
             raise UsageError("TorchrunExecutor runs only under `torchrun -m spmd_serve` or spmd_serve.LLM")
@@ -65,7 +82,7 @@ class TorchrunExecutor(MultiprocExecutor):
         return spec, spec.first_replica + self.parallel_config.data_parallel_index
 
     def _open_channel(self) -> tuple[Any, DriverChannel]:
-        """The line to this host's watcher, and the ways to all ranks once these are loaded."""
+        """Return the connections to the node's watcher and to all ranks, once these have loaded."""
         watch = DriverWatch.open(self._spec, self._replica, on_failure=self._fail)
         channel = DriverChannel(self._spec, self._replica, watch.link.entry)
         channel.open()
@@ -73,7 +90,7 @@ class TorchrunExecutor(MultiprocExecutor):
         return watch, channel
 
     def _fail(self, cause: str) -> None:
-        """The job lost somebody: tell the engine core, so that clients get an error at once."""
+        """Report a failure of the job to the engine core, so that clients get an error at once."""
         if self.shutting_down or self.is_failed:
             return
         self.is_failed = True
@@ -82,12 +99,12 @@ class TorchrunExecutor(MultiprocExecutor):
             callback()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        """Run a batch; without grammar bitmask also sample, by the same message."""
+        """Run a batch on all ranks; without grammar bitmask, also sample by the same message."""
         if scheduler_output.has_structured_output_requests:
             self._one_message_step = None
             return super().execute_model(scheduler_output, non_block)
         future = self.collective_rpc(
-            STEP,
+            StepWorker.execute_and_sample.__name__,
             args=(scheduler_output,),
             unique_reply_rank=self.output_rank,
             non_block=True,
@@ -99,14 +116,17 @@ class TorchrunExecutor(MultiprocExecutor):
         return future if non_block else future.result()
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
-        """The sampled tokens of the batch that was executed last (already on their way, or asked for now)."""
+        """Return the sampled tokens of the batch that was executed last; request them if that is not done."""
         future, self._one_message_step = self._one_message_step, None
         if future is None:
             return super().sample_tokens(grammar_output, non_block)
         return future if non_block else future.result()
 
     def collective_rpc(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As in vLLM; a callable travels as code, so the operator must have allowed that."""
+        """Call a worker method on all ranks, as in vLLM.
+
+        Raises ValueError for a callable, which is sent as code, unless the operator has allowed that.
+        """
         if not isinstance(method, str) and not envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
             raise ValueError(
                 "collective_rpc with a callable sends code to all ranks: pass the name of a worker method "
@@ -115,7 +135,7 @@ class TorchrunExecutor(MultiprocExecutor):
         return super().collective_rpc(method, *args, **kwargs)
 
     def determine_available_memory(self) -> list[int]:
-        """Bytes free for KV cache on each rank; vLLM takes the smallest, the log says whose that is."""
+        """Return the bytes free for KV cache on each rank; log the rank with the least, which vLLM uses."""
         sizes: list[int] = super().determine_available_memory()
         smallest = min(range(len(sizes)), key=sizes.__getitem__)
         info = self._spec.cluster.ranks[self._spec.layout.first_rank(self._replica) + smallest]
@@ -129,15 +149,16 @@ class TorchrunExecutor(MultiprocExecutor):
         return sizes
 
     def compile_or_warm_up_model(self) -> None:
+        """Compile or warm up the model on all ranks; the replica accepts batches afterwards."""
         super().compile_or_warm_up_model()
         if self.parallel_config.pipeline_parallel_size > 1:
-            # vLLM 0.32 skips on CPU with --enforce-eager the warm-up that makes the stages' buffers,
-            # and crashes at the first request without them.
+            # vLLM 0.32 skips the warm-up on CPUs with --enforce-eager. It creates the buffers of the pipeline
+            # stages, and without them the first request crashes.
             self.execute_dummy_batch()
-        self._channel.loaded()
+        self._channel.ready()
 
     def shutdown(self) -> None:
-        """Send the ranks home (a normal end) or only let go of the channel (after a failure)."""
+        """Close the channel; at a normal end, stop the ranks first."""
         if getattr(self, "shutting_down", True):
             return
         self.shutting_down = True
@@ -147,8 +168,3 @@ class TorchrunExecutor(MultiprocExecutor):
         self.rpc_broadcast_mq = None
         self.response_mqs = []
         self._channel.close(normal)
-
-    @property
-    def threads(self) -> list[threading.Thread]:
-        """Threads that this executor started (for tests)."""
-        return self._channel.threads

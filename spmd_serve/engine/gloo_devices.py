@@ -1,4 +1,4 @@
-"""The threads with which gloo moves a rank's bytes: how many, and where they run."""
+"""Limit gloo's threads on a rank, and choose the cores that they run on."""
 
 import os
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from typing import Any
 from torch.distributed import ProcessGroupGloo
 
 _THREADS = 2
-"""Threads of a group that run its operations: what torch takes for a group with a device of its own."""
+"""Threads that run the operations of a group; torch's default for a group with its own device."""
 
 
 def share_gloo_device() -> None:
-    """From now on gloo groups that say nothing about devices share one; call once, before any group is made.
+    """Make all gloo groups without explicit options share one device; call once, before any group exists.
 
-    Each device has a thread that wakes 100 times a second. vLLM makes more than ten groups on a rank, which
-    together would cost an idle rank 2 % of a core.
+    Each device has a thread that wakes 100 times a second. vLLM creates more than ten groups on a rank, which
+    together would use 2 % of a core while the rank is idle.
     """
     own_init = ProcessGroupGloo.__init__
     devices: list[Any] = []
@@ -37,27 +37,27 @@ def share_gloo_device() -> None:
             options._devices, options._timeout, options._threads = devices, timeout, _THREADS
         own_init(self, store, rank, size, options)
 
-    # On the class itself: torch asks groups that come back from C++ whether they are instances of it.
+    # Patch the class itself: torch checks that groups returned from C++ are instances of it.
     ProcessGroupGloo.__init__ = init  # type: ignore[assignment, method-assign]
 
 
 def free_gloo_threads(cores: Sequence[int]) -> None:
-    """Let the threads of all gloo groups of this process run on any of `cores`, wherever the rank computes.
+    """Let the threads of all gloo groups of this process run on any of `cores`; do nothing if it is empty.
 
-    They inherit the one or few cores to which the rank is bound. There each message that arrives takes the
-    core from who computes, twice, although another may be idle (measured: docs/benchmarks.md).
-    Nothing for an empty list. A thread started a moment ago may not have its name yet, and is missed.
+    They inherit the few cores to which the rank is bound. There each message interrupts the computation
+    twice, even if another core is idle (docs/benchmarks.md). A thread that has just started may have no name
+    yet; it is not found.
     """
     for task in Path("/proc/self/task").iterdir() if cores else ():
         try:
             if "gloo" in (task / "comm").read_text():
                 os.sched_setaffinity(int(task.name), cores)
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
+            continue  # the thread has ended
 
 
 def _devices() -> list[Any]:
-    """The devices that torch would have chosen."""
+    """Return the devices that torch would choose."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not names:
         return [ProcessGroupGloo.create_default_device()]

@@ -1,9 +1,9 @@
-"""Every internal of vLLM that spmd_serve leans on, in one place; written for vLLM 0.32.
+"""All internals of vLLM 0.32 that spmd_serve uses, and the checks that the installed vLLM has them.
 
-Public extension points (``distributed_executor_backend=<class>``, ``additional_config``, endpoint
-plugins, the argument parsers) are used where they are needed. What is imported here is not promised
-by vLLM: `check()` (run by a test, and at start) says clearly what moved. So do `check_server()` and
-`check_batch()` for the functions of vLLM's that `server/` and `batch/` call.
+Public extension points (``distributed_executor_backend=<class>``, ``additional_config``, endpoint plugins,
+the argument parsers) are used directly by other modules. The names imported here are not part of vLLM's
+public interface. At every start, and in a test, `check()` names the first one that has changed;
+`check_server()` and `check_batch()` do the same for the functions that `server/` and `batch/` call.
 """
 
 import functools
@@ -51,7 +51,7 @@ __all__ = [
 
 WRITTEN_FOR = "0.32"
 
-# Class, method, the parameters we call or override it with.
+# Class, method, and the parameters that we pass or override.
 _RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (
         WorkerProc,
@@ -99,7 +99,7 @@ _RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
 
 _Functions = tuple[tuple[str, str, tuple[str, ...]], ...]
 
-# The same for what hosts the drivers: module, function, parameters, behind `vllm serve` and `vllm run-batch`.
+# Module, function and parameters behind `vllm serve` and `vllm run-batch`, for the processes with drivers.
 _SERVER: _Functions = (
     ("vllm.entrypoints.cli.serve", "setup_server", ("args", "reuse_port")),
     ("vllm.entrypoints.cli.serve", "APIServerProcessManager", ("target_server_fn",)),
@@ -125,18 +125,18 @@ _BATCH: _Functions = (
 
 
 def check() -> None:
-    """Raise UsageError naming the first internal that is not as it was in vLLM 0.32."""
+    """Raise UsageError that names the first internal that differs from vLLM 0.32."""
     for owner, name, parameters in _RELIED_ON:
         _require(owner, name, parameters)
 
 
 def check_server() -> None:
-    """The same for what the API server's process calls; imports vLLM's web part."""
+    """Check what the API server's process calls; imports vLLM's web part. Raises UsageError."""
     _check_functions(_SERVER)
 
 
 def check_batch() -> None:
-    """The same for the batch run's process."""
+    """Check what the process of a batch run calls. Raises UsageError."""
     _check_functions(_BATCH)
 
 
@@ -149,7 +149,7 @@ def _require(owner: type | ModuleType, name: str, parameters: tuple[str, ...]) -
     member = getattr(owner, name, None)
     if member is None:
         raise UsageError(
-            f"vLLM {__version__} has no {owner.__name__}.{name}: spmd_serve leans on that of "
+            f"vLLM {__version__} has no {owner.__name__}.{name}: spmd_serve uses that of "
             f"vLLM {WRITTEN_FOR}; install vllm>=0.32,<0.33"
         )
     missing = set(parameters) - set(inspect.signature(member).parameters) if parameters else None
@@ -161,10 +161,10 @@ def _require(owner: type | ModuleType, name: str, parameters: tuple[str, ...]) -
 
 
 def fork_engine_cores() -> None:
-    """Let vLLM fork its engine cores and their coordinator, as it does on GPUs, instead of spawning them.
+    """Make vLLM fork its engine cores and their coordinator, as it does on GPUs, instead of spawning them.
 
-    On CPUs vLLM spawns because its workers below must not inherit OpenMP's threads. Our engine cores have
-    no workers below them, and a fork spares each of them the import of vLLM (10 s and more) and its memory.
+    On CPUs vLLM spawns them, because their workers must not inherit OpenMP's threads. Our engine cores start
+    no workers, and a forked one does not have to import vLLM again (10 s or more, and the memory).
     """
     for module in (utils, coordinator):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
@@ -174,10 +174,10 @@ _take_requests, _handle_request = EngineCoreProc._process_input_queue, EngineCor
 
 
 def follow_engine_loop(works: Callable[[], None], waits: Callable[[], None]) -> None:
-    """Have this process's engine core call `waits()` before its loop waits for requests, and `works()` after.
+    """Make this process's engine core call `waits()` before its loop waits for requests, `works()` after.
 
-    A turn of the loop takes requests, which waits while there is nothing to do, and then makes a step. Calls
-    of the engine's methods count as waiting: one may wait for other endpoints, for as long as these like.
+    One pass of the loop takes requests (it waits while there are none), then makes a step. A call of one of
+    the engine's methods counts as waiting, because it may wait for other endpoints without limit.
     """
 
     @functools.wraps(_take_requests)
@@ -198,22 +198,22 @@ def follow_engine_loop(works: Callable[[], None], waits: Callable[[], None]) -> 
 
 
 run_coordinator = DPCoordinatorProc.run_coordinator
-"""The main function of vLLM's coordinator of replicas; takes keywords that DPCoordinator gives."""
+"""The main function of vLLM's coordinator of replicas; DPCoordinator passes its keyword arguments."""
 
 
 _start_coordinator = DPCoordinator.__init__
 
 
 def run_coordinators_by(main: Callable[..., None], blocked: Iterable[signal.Signals]) -> None:
-    """Have `main(**keywords)`, which can be pickled, be a coordinator's main function instead.
+    """Make `main(**keywords)` the main function of coordinators; it must be picklable.
 
-    It begins with these signals blocked in all its threads, also those that libraries start while they are
-    imported.
+    The process starts with the signals `blocked` in all threads, including those that libraries start when
+    they are imported.
     """
 
     @functools.wraps(_start_coordinator)
     def start(self: DPCoordinator, *args: Any, **kwargs: Any) -> None:
-        resource_tracker.ensure_running()  # when it starts, it leaves SIGTERM unblocked
+        resource_tracker.ensure_running()  # it unblocks SIGTERM when it starts
         before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
             _start_coordinator(self, *args, **kwargs)
@@ -225,7 +225,7 @@ def run_coordinators_by(main: Callable[..., None], blocked: Iterable[signal.Sign
 
 
 class _ReplicaNumber(int):
-    """An engine's index below one endpoint, shown as the number of its replica in the job."""
+    """The index of an engine at its endpoint, which is printed as the number of its replica in the job."""
 
     first = 0
 
@@ -237,9 +237,9 @@ class _ReplicaNumber(int):
 
 
 def count_engines_from(first: int) -> None:
-    """Have this process's metrics and log lines of engine 0 say `first`, and so on.
+    """Number the engines from `first` in this process's metrics and log lines.
 
-    An endpoint with some of a job's dense replicas is, for vLLM, a server with so many from 0 on.
+    For an endpoint with some of a job's dense replicas, vLLM itself counts from 0.
     """
     _ReplicaNumber.first = first
 
@@ -254,16 +254,16 @@ def count_engines_from(first: int) -> None:
 
 
 _NOTIFICATIONS = 1000
-"""How many notifications of a ring may be on their way; far more than it has slots."""
+"""Limit of queued notifications of a ring; far above its number of slots."""
 
 
 def keep_notifications(queue: MessageQueue) -> None:
-    """Let every message of a ring's writer wake its readers; call before they have its handle.
+    """Make every message of a ring's writer wake its readers; call this before they get its handle.
 
-    vLLM's notifying socket holds one notification, and ZMQ notices only after a while (about a millisecond)
-    that this has left: what is sent meanwhile is dropped. A reader that sleeps by then looks again after 5 s.
-    vLLM's readers poll for a second after each message, which hides that. Readers keep one notification
-    (ZMQ_CONFLATE), so nothing piles up.
+    The socket of vLLM's writer queues one notification, and ZMQ takes about a millisecond to notice that it
+    was sent; notifications in between are dropped. A reader that sleeps then looks again only after 5 s.
+    vLLM's readers poll for a second after each message, which hides this. A reader keeps only the last
+    notification (ZMQ_CONFLATE), so none accumulate.
     """
     socket = queue._spin_condition.local_notify_socket
     socket.setsockopt(zmq.SNDHWM, _NOTIFICATIONS)  # for addresses that are bound from now on
@@ -272,10 +272,10 @@ def keep_notifications(queue: MessageQueue) -> None:
 
 
 def last_message_bytes(queue: MessageQueue) -> int:
-    """Bytes of what a ring's writer has enqueued last; 0 for what was too long for a slot of the ring.
+    """Return the bytes of the last message that a ring's writer enqueued; 0 if it was too long for a slot.
 
-    vLLM's layout of a slot: a byte (1: the message went over a socket instead), two bytes with the number of
-    parts, then before each part four bytes with its length, all big-endian.
+    Layout of a slot in vLLM 0.32, big-endian: one byte (1: the message went over a socket instead), two bytes
+    with the number of parts, then each part after four bytes with its length.
     """
     last = (queue.current_idx - 1) % queue.buffer.max_chunks
     with queue.buffer.get_data(last) as entry:
@@ -288,33 +288,33 @@ def last_message_bytes(queue: MessageQueue) -> int:
         return total
 
 
-_LOOK_AGAIN_MS = 1000
+_RECHECK_INTERVAL_MS = 1000
 
 
 def look_again(queue: MessageQueue) -> None:
-    """Let a ring's reader that sleeps look for a message every second, not only every 5 s.
+    """Make a sleeping reader of a ring look for a message every second, instead of every 5 s.
 
-    libzmq can lose a notification that comes in the moment in which the reader finds none (ZMQ_CONFLATE):
-    seen for one message in 16,000 on a machine with far more to do than it has cores.
+    libzmq can lose a notification that arrives at the moment when the reader finds none (ZMQ_CONFLATE). This
+    was observed for one message in 16,000 on an overloaded machine.
     """
     condition = queue._spin_condition
     wait = condition.wait
 
-    def wait_for_a_while(timeout_ms: int | None = None) -> None:
-        wait(_LOOK_AGAIN_MS if timeout_ms is None else min(timeout_ms, _LOOK_AGAIN_MS))
+    def wait_at_most_a_second(timeout_ms: int | None = None) -> None:
+        wait(_RECHECK_INTERVAL_MS if timeout_ms is None else min(timeout_ms, _RECHECK_INTERVAL_MS))
 
-    condition.wait = wait_for_a_while
+    condition.wait = wait_at_most_a_second
 
 
 def sleep_instead_of_spinning(queue: MessageQueue) -> None:
-    """Let a ring's reader sleep between messages, instead of polling for a second after each."""
+    """Make a ring's reader sleep between messages, instead of polling for a second after each one."""
     queue._spin_condition.busy_loop_s = -1.0
 
 
 def quieten(queue: MessageQueue) -> None:
-    """Let a ring's reader sleep at once, instead of spinning for a second after the last message.
+    """Make a ring's reader sleep at once, instead of polling for a second after the last message.
 
-    A heartbeat on a quiet channel must not cost a spinning core.
+    Otherwise each heartbeat of an idle job would keep a core busy for a second.
     """
     condition = getattr(queue, "_spin_condition", None)
     if condition is not None:

@@ -1,62 +1,59 @@
-"""The rank's ends of the control channel: where its driver's messages arrive, where its replies go."""
+"""A rank's ends of the control channel: an inbox for its driver's messages, an outbox for its replies."""
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
-from spmd_serve.channel.base import ChannelSpec, ChannelStopped
+from spmd_serve.channel.base import ChannelSpec, ChannelStopped, Inbox, Outbox, WorkerCall
 from spmd_serve.channel.broadcast import BroadcastInbox, BroadcastOutbox
 from spmd_serve.channel.gloo import meet, open_inbox
-from spmd_serve.channel.in_process import OwnLine
-from spmd_serve.channel.nccl import RootRelay, nccl_transport
+from spmd_serve.channel.in_process import InProcessChannel
+from spmd_serve.channel.nccl import NcclTransport, RootRelay, nccl_transport
 from spmd_serve.channel.plan import ChannelPlan, driver_node, plan_channel
-from spmd_serve.channel.relay import LocalRing, Relay
-from spmd_serve.channel.relay import RingInbox as EncodedInbox
+from spmd_serve.channel.relay import LocalRing, Relay, RingInbox
 from spmd_serve.channel.reply import ReplySender
 from spmd_serve.config.job_spec import JobSpec
-from spmd_serve.engine.shm_ring import RingInbox, RingOutbox
+from spmd_serve.engine.shm_ring import ShmInbox, ShmOutbox
 from spmd_serve.errors import PeerLost
 from spmd_serve.liveness import NullStatusEntry, StatusEntry
 from spmd_serve.rendezvous.store import FOREVER_S, get_json, put_json
 from spmd_serve.topology import RankInfo
 from spmd_serve.wire import codec
+from spmd_serve.wire.frames import Kind
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT = "spmd_serve.heartbeat"
-STOP = "spmd_serve.stop"
-
 RING_CHUNK_BYTES = 4 << 20
-"""Slot size of rings that carry replies, or what a relay received; longer ones go over their socket."""
+"""Slot size of rings that carry replies or relayed messages; longer ones use the ring's local socket."""
 
 
 def ring_key(replica: int, leader: int | None) -> str:
-    """Store key of a ring's address: the driver's own (leader None), or that of another host's leader."""
+    """Return the store key of a ring's address: the driver's (`leader` None), or that of a relaying rank."""
     return f"channel/{replica}/ring/{'driver' if leader is None else leader}"
 
 
-def door_key(replica: int) -> str:
-    """Store key of the driver's (host, port) for replies from other hosts."""
-    return f"channel/{replica}/door"
+def reply_key(replica: int) -> str:
+    """Return the store key of the driver's (host, port) for replies from other nodes."""
+    return f"channel/{replica}/reply"
 
 
 def loaded_key(rank: int) -> str:
-    """Store key by which a rank says that its shard is loaded, with its reply ring's address or null."""
+    """Return the store key that a rank sets when its shard is loaded, to its reply ring's address or null."""
     return f"channel/loaded/{rank}"
 
 
 def channel_plan(spec: JobSpec, replica: int) -> ChannelPlan:
-    """How the replica's ranks are reached."""
+    """Return how the driver of `replica` reaches its ranks."""
     home = driver_node(spec.lb, spec.layout, spec.cluster, replica)
     own = spec.layout.first_rank(replica) if spec.in_process else None
     return plan_channel(spec.backend, spec.layout, spec.cluster, replica, home, own)
 
 
 def channel_terms(spec: JobSpec, replica: int, plan: ChannelPlan) -> ChannelSpec:
-    """The terms of the replica's channel between hosts."""
+    """Return the terms of the replica's channel between nodes."""
     root = f"rank {plan.ring[0]}" if spec.backend == "nccl" else "the driver"
     return ChannelSpec(
         name=f"channel/{replica}",
@@ -66,28 +63,29 @@ def channel_terms(spec: JobSpec, replica: int, plan: ChannelPlan) -> ChannelSpec
     )
 
 
-class RankInbox:
-    """Messages for this rank; answers heartbeats itself and turns a stop message into `EndOfJob`."""
+class EndOfJob(Exception):
+    """The driver has sent STOP: the normal end."""
 
-    def __init__(self, source: Any, entry: StatusEntry | NullStatusEntry) -> None:
+
+class RankInbox:
+    """The calls for this rank. Heartbeats are handled here; a stop message raises EndOfJob."""
+
+    def __init__(self, source: Inbox, entry: StatusEntry | NullStatusEntry) -> None:
         self._source = source
-        self._rest = getattr(source, "rest", lambda: None)
         self._entry = entry
 
-    def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
-        """The next (method, args, kwargs, output_rank). EndOfJob, TimeoutError, PeerLost, ChannelClosed."""
+    def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> WorkerCall:
+        """Return the next call. Raises EndOfJob, TimeoutError, PeerLost or ChannelClosed."""
         while True:
             try:
                 message = self._source.dequeue(timeout=timeout, indefinite=indefinite)
             except ChannelStopped as stopped:
-                raise PeerLost("the driver has ended the control channel without a word") from stopped
+                raise PeerLost("the driver has ended the control channel without a stop message") from stopped
             self._entry.turn()
-            if message[0] == HEARTBEAT:
-                self._rest()
-            elif message[0] == STOP:
+            if message == Kind.STOP:
                 raise EndOfJob
-            else:
-                return message
+            if message != Kind.HEARTBEAT:
+                return WorkerCall._make(cast(tuple[Any, ...], message))
 
     def wait_until_ready(self) -> None:
         """Return when the driver is connected."""
@@ -98,39 +96,48 @@ class RankInbox:
         self._source.shutdown()
 
 
-class EndOfJob(Exception):
-    """The driver said stop: not an error."""
-
-
-class RelayedRing:
-    """On another host's leader: feeds the host's ring from the network, and reads it like its neighbours."""
+class RelayingInbox(ShmInbox):
+    """The inbox of a rank that relays: it feeds its node's ring from the network, and reads that ring too."""
 
     def __init__(
-        self, source: BroadcastInbox, ring: RingOutbox, on_error: Callable[[BaseException], None]
+        self, source: BroadcastInbox, ring: ShmOutbox, on_error: Callable[[BaseException], None]
     ) -> None:
+        super().__init__(ring.address, 0, encoded=True)
         self._source, self._ring, self._on_error = source, ring, on_error
-        self._reader = RingInbox(ring.address, 0, encoded=True)
         self._relay: Relay | None = None
-        self.dequeue = self._reader.dequeue
-        self.rest = self._reader.rest
 
     def wait_until_ready(self) -> None:
-        """Return when all ranks of the host read the ring; messages flow from then on."""
+        """Return when all ranks of the node read the ring; the relay starts then."""
         self._ring.wait_until_ready()
-        self._reader.wait_until_ready()
+        super().wait_until_ready()
         self._relay = Relay(self._source, self._ring, self._on_error)
 
     def shutdown(self) -> None:
-        """Stop relaying, wake a waiting dequeue."""
+        """Stop relaying, and wake a waiting dequeue."""
         if self._relay is not None:
             self._relay.shutdown()
             self._relay.join(1.0)
-        self._reader.shutdown()
+        super().shutdown()
         self._ring.shutdown()
 
 
+class RootInbox(RingInbox):
+    """The inbox of a replica's first rank with nccl: a RootRelay fills it from the driver's ring."""
+
+    def __init__(self, driver_ring: ShmInbox, local: LocalRing) -> None:
+        super().__init__(local)
+        self._driver_ring = driver_ring
+
+    def wait_until_ready(self) -> None:
+        """Return when the driver is connected."""
+        self._driver_ring.wait_until_ready()
+
+
 class RankChannel:
-    """Opens both directions; afterwards `inbox` and `reply` stand in for vLLM's message queues."""
+    """Opens both directions; afterwards `inbox` and `reply` replace vLLM's message queues."""
+
+    inbox: RankInbox
+    reply: Outbox
 
     def __init__(
         self,
@@ -139,11 +146,12 @@ class RankChannel:
         store: TorchStore,
         entry: StatusEntry | NullStatusEntry,
         on_error: Callable[[BaseException], None],
-        own: OwnLine | None = None,
+        own: InProcessChannel | None = None,
     ) -> None:
-        """`on_error`: called in a relay's thread with what ended it; the rank cannot go on then.
+        """Prepare the channel of rank `me`.
 
-        `own`: the way to the driver, when that is in this process.
+        `on_error`: called in a relay's thread with the error that ended the relay, which is fatal.
+        `own`: the channel to the driver if that runs in this process.
         """
         for name in spec.allow_classes:
             codec.allow_class(name)
@@ -151,84 +159,87 @@ class RankChannel:
         self._own = own
         self._replica = spec.layout.replica(me.rank)
         self._plan = channel_plan(spec, self._replica)
-        self.inbox: RankInbox
-        self.reply: Any
+        self._terms = channel_terms(spec, self._replica, self._plan) if self._plan.members else None
 
     def open(self) -> None:
-        """Say that the shard is loaded, and connect to the driver; it may take long until that one is up."""
-        rank = self._me.rank
-        if self._own is not None:
-            put_json(self._store, loaded_key(rank), None)
-            source: Any = self._own.messages
-            self.reply = self._own.replies
-        elif rank in self._plan.ring:
-            self.reply = RingOutbox(1, RING_CHUNK_BYTES)
-            put_json(self._store, loaded_key(rank), self.reply.address)
-            ring = RingInbox(
-                self._get(ring_key(self._replica, None)),
-                self._plan.ring.index(rank),
-                spin=self._spec.busy_poll,
-            )
-            source = self._root(ring) if self._spec.backend == "nccl" else ring
-        else:
-            put_json(self._store, loaded_key(rank), None)
-            source = self._network() if rank in self._plan.members else None
-            if source is None:
-                leader = self._plan.leader_of(rank)
-                assert leader is not None
-                place = self._plan.behind[leader].index(rank)
-                source = RingInbox(self._get(ring_key(self._replica, leader)), place, encoded=True)
-            if self._spec.backend != "nccl":
-                self.reply = self._sender()
-        self.inbox = RankInbox(source, self._entry)
+        """Announce that the shard is loaded, and wait without limit for the driver."""
+        self.inbox = RankInbox(self._open(), self._entry)
 
-    def _network(self) -> Any:
-        rank, spec = self._me.rank, self._spec
-        terms = channel_terms(spec, self._replica, self._plan)
-        member = self._plan.members.index(rank) + 1
-        if spec.backend == "nccl":
-            self.reply = self._sender()
-            transport = self._nccl_transport(terms, member)
-            frames = BroadcastInbox(
-                transport, transport, terms, doorbell=self.reply, on_heartbeat=self._entry.turn
-            )
-            mine = LocalRing()
-            Relay(frames, mine, self._on_error)
-            return EncodedInbox(mine)
+    def _open(self) -> Inbox:
+        rank, plan = self._me.rank, self._plan
+        loaded = loaded_key(rank)
+        if rank in plan.ring:
+            ring = ShmOutbox(1, RING_CHUNK_BYTES)
+            self.reply = ring
+            put_json(self._store, loaded, ring.address)
+            return self._open_driver_ring()
+        put_json(self._store, loaded, None)
+        if self._own is not None:
+            self.reply = self._own.replies
+            return self._own.messages
+        if self._spec.backend == "nccl":
+            return self._open_nccl_member()
+        inbox = self._open_gloo_member() if rank in plan.members else self._open_relayed_ring()
+        self.reply = self._connect_reply()
+        return inbox
+
+    def _open_driver_ring(self) -> Inbox:
+        ring = ShmInbox(
+            self._get(ring_key(self._replica, None)),
+            self._plan.ring.index(self._me.rank),
+            busy_poll=self._spec.busy_poll,
+        )
+        if self._spec.backend != "nccl" or self._terms is None:
+            return ring
+        local = LocalRing()
+        transport = self._nccl_transport(self._terms, 0)
+        RootRelay(
+            ring, BroadcastOutbox(transport, transport, self._terms, drain=False), local, self._on_error
+        )
+        return RootInbox(ring, local)
+
+    def _open_nccl_member(self) -> Inbox:
+        assert self._terms is not None
+        self.reply = doorbell = self._connect_reply()
+        transport = self._nccl_transport(self._terms, self._plan.members.index(self._me.rank) + 1)
+        frames = BroadcastInbox(
+            transport, transport, self._terms, doorbell=doorbell, on_heartbeat=self._entry.turn
+        )
+        local = LocalRing()
+        Relay(frames, local, self._on_error)
+        return RingInbox(local)
+
+    def _open_gloo_member(self) -> Inbox:
+        assert self._terms is not None
+        rank, me = self._me.rank, self._me
         inbox = open_inbox(
             self._store,
-            terms,
-            member,
-            interface=self._me.interface,
-            address="" if self._me.interface else self._me.address,
+            self._terms,
+            self._plan.members.index(rank) + 1,
+            interface=me.interface,
+            address="" if me.interface else me.address,
             join_timeout_s=FOREVER_S,
             say=logger.info,
         )
         behind = self._plan.behind.get(rank)
         if behind is None:
             return inbox
-        ring = RingOutbox(len(behind), RING_CHUNK_BYTES)
+        ring = ShmOutbox(len(behind), RING_CHUNK_BYTES)
         put_json(self._store, ring_key(self._replica, rank), ring.address)
-        return RelayedRing(inbox, ring, self._on_error)
+        return RelayingInbox(inbox, ring, self._on_error)
 
-    def _root(self, ring: RingInbox) -> Any:
-        """nccl, on the replica's first rank: what the driver writes here goes to all others."""
-        mine = LocalRing()
-        if not self._plan.members:
-            return ring
-        terms = channel_terms(self._spec, self._replica, self._plan)
-        transport = self._nccl_transport(terms, 0)
-        RootRelay(ring, BroadcastOutbox(transport, transport, terms, drain=False), mine, self._on_error)
-        inbox = EncodedInbox(mine)
-        inbox.wait_until_ready = ring.wait_until_ready  # type: ignore[method-assign]
-        return inbox
+    def _open_relayed_ring(self) -> Inbox:
+        leader = self._plan.leader_of(self._me.rank)
+        assert leader is not None
+        reader = self._plan.behind[leader].index(self._me.rank)
+        return ShmInbox(self._get(ring_key(self._replica, leader)), reader, encoded=True)
 
-    def _nccl_transport(self, terms: ChannelSpec, member: int) -> Any:
+    def _nccl_transport(self, terms: ChannelSpec, member: int) -> NcclTransport:
         meet(self._store, terms, member, FOREVER_S, logger.info)
         return nccl_transport(self._store, terms, member, torch.device("cuda", torch.cuda.current_device()))
 
-    def _sender(self) -> ReplySender:
-        host, port = self._get(door_key(self._replica))
+    def _connect_reply(self) -> ReplySender:
+        host, port = self._get(reply_key(self._replica))
         return ReplySender(
             host, port, self._me.rank, self._spec.round_id, key=self._spec.key(), timeout_s=FOREVER_S
         )

@@ -1,4 +1,4 @@
-"""What a rank does all day: build its shard, then obey its driver's messages until told to stop."""
+"""Worker loop: load the shard, then execute the driver's messages until it sends STOP."""
 
 import gc
 import logging
@@ -13,11 +13,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 from vllm.platforms import current_platform
 
-from spmd_serve.channel.in_process import OwnLine
+from spmd_serve.channel.base import Inbox, Outbox, WorkerCall
+from spmd_serve.channel.in_process import InProcessChannel
 from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.engine.cpu_collectives import complete_cpu_communicator
-from spmd_serve.engine.executor import STEP
 from spmd_serve.engine.gloo_devices import free_gloo_threads, share_gloo_device
+from spmd_serve.engine.step_worker import STEP_METHODS, StepWorker
 from spmd_serve.engine.vllm_compat import WorkerProc
 from spmd_serve.engine.worker_channel import EndOfJob, RankChannel
 from spmd_serve.errors import SpmdError, is_of_a_peer
@@ -28,15 +29,30 @@ from spmd_serve.topology import RankInfo
 
 logger = logging.getLogger(__name__)
 
-LAST_OF_LOADING = "compile_or_warm_up_model"
-"""The engine core's last call before it takes requests."""
+__all__ = [
+    "LAST_OF_LOADING",
+    "STEP_METHODS",
+    "TorchrunWorkerProc",
+    "check_layout",
+    "open_world",
+    "place_config",
+    "world_backend",
+    "world_device",
+]
 
-STEP_METHODS = (STEP, "execute_model", "sample_tokens", "execute_dummy_batch")
-"""Worker methods whose failure on any rank leaves the others waiting in a collective: fatal for the job."""
+LAST_OF_LOADING = "compile_or_warm_up_model"
+"""The engine core's last call before it accepts requests."""
 
 
 class TorchrunWorkerProc(WorkerProc):
-    """One rank's shard: vLLM's WorkerProc, in the process that torchrun started, fed by our channel."""
+    """vLLM's WorkerProc in a process that torchrun started, with our channel instead of vLLM's queues.
+
+    `run` enters vLLM's loop; see `TorchrunExecutor` for the path of a step from the driver to here and back.
+    """
+
+    worker: StepWorker
+    rpc_broadcast_mq: Inbox
+    worker_response_mq: Outbox
 
     def __init__(
         self,
@@ -45,9 +61,9 @@ class TorchrunWorkerProc(WorkerProc):
         me: RankInfo,
         store: TorchStore,
         link: WatcherLink,
-        own: OwnLine | None = None,
+        own: InProcessChannel | None = None,
     ) -> None:
-        """`own`: the way to the driver, when that is in this process."""
+        """Load the shard and connect to the driver; `own` is the channel to a driver in this process."""
         self._spec = spec
         self._own = own
         self._store = store
@@ -68,50 +84,34 @@ class TorchrunWorkerProc(WorkerProc):
             shared_worker_lock=multiprocessing.get_context("spawn").Lock(),
             is_driver_worker=rank_in_replica % layout.tp == 0,
         )
-        self._execute_model = self.worker.execute_model
-        self._sample_tokens = self.worker.sample_tokens
-        for name in STEP_METHODS:
-            method = self._execute_and_sample if name == STEP else getattr(self.worker, name)
-            setattr(self.worker, name, self._fatal_on_error(name, method))
+        self.worker = StepWorker(self.worker, self._report_step_failure)
 
     def _init_message_queues(self, input_shm_handle: Any, vllm_config: Any) -> None:
-        channel = RankChannel(self._spec, self._me, self._store, self._entry, self._link_lost, self._own)
+        channel = RankChannel(
+            self._spec, self._me, self._store, self._entry, self._report_lost_channel, self._own
+        )
         channel.open()
         self.rpc_broadcast_mq = channel.inbox
         self.worker_response_mq = channel.reply
         self.peer_response_handles: list[Any] = []
 
-    def _link_lost(self, problem: BaseException) -> None:
+    def _report_lost_channel(self, problem: BaseException) -> None:
         self._link.failed(str(problem), peer=is_of_a_peer(problem))
 
-    def _execute_and_sample(self, scheduler_output: Any) -> Any:
-        """One step of a batch without grammar bitmask: the sampled output, or what execute_model gave."""
-        output = self._execute_model(scheduler_output)
-        return self._sample_tokens(None) if output is None else output
+    def _report_step_failure(self, method: str, problem: Exception) -> None:
+        text = " ".join(str(problem).split())
+        self._link.failed(f"{method} failed: {type(problem).__name__}: {text}", peer=is_of_a_peer(problem))
 
-    def _fatal_on_error(self, name: str, method: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(*args, **kwargs)
-            except Exception as problem:
-                text = " ".join(str(problem).split())
-                self._link.failed(
-                    f"{name} failed: {type(problem).__name__}: {text}", peer=is_of_a_peer(problem)
-                )
-                raise
-
-        return run
-
-    def _execute_worker_rpc(self, rpc_request: Any) -> None:
-        if not isinstance(rpc_request[0], str) and not envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
-            # The driver refuses to send code; what comes from a network is not to be trusted to have done so.
+    def _execute_worker_rpc(self, rpc_request: WorkerCall) -> None:
+        if not isinstance(rpc_request.method, str) and not envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+            # The driver checks this too, but a message from the network may not come from our driver.
             raise SpmdError(
                 "the driver sent code to run, which VLLM_ALLOW_INSECURE_SERIALIZATION=1 must allow"
             )
         if not self._loaded:
             # Profiling, compiling and graph capture may take longer than any step.
             super()._execute_worker_rpc(rpc_request)
-            if rpc_request[0] == LAST_OF_LOADING:
+            if rpc_request.method == LAST_OF_LOADING:
                 self._has_loaded()
             return
         self._entry.step_begin()
@@ -122,15 +122,14 @@ class TorchrunWorkerProc(WorkerProc):
 
     def _has_loaded(self) -> None:
         self._loaded = True
-        # All ranks have it open by now, and so nobody who is killed leaves it behind.
+        # All ranks have opened it by now. Without a name it disappears with the last rank, also after a kill.
         remove_shared(_shared_name(self._spec, self._me))
-        # Not before: a thread has its name, by which it is found, only from its own first moment on.
+        # Not earlier: the threads are found by name, and a thread gets its name when it starts to run.
         free_gloo_threads(parse_cpus(self._me.cpus))
         self._entry.state("ready")
 
-    def obey(self) -> None:
-        """Run the driver's messages until it says stop; returns then."""
-        assert self.rpc_broadcast_mq is not None and self.worker_response_mq is not None
+    def run(self) -> None:
+        """Execute the driver's messages; return when the driver ends the job."""
         self.rpc_broadcast_mq.wait_until_ready()
         self.worker_response_mq.wait_until_ready()
         gc.collect()
@@ -143,10 +142,11 @@ class TorchrunWorkerProc(WorkerProc):
 
 
 def shm_name(spec: JobSpec, me: RankInfo) -> str:
-    """The `distributed_init_method` of a rank: never connected to (the default group exists already), but
+    """Return the `distributed_init_method` of a rank, unique per round, replica and machine.
 
-    where the CPU has AVX-512 vLLM names the memory that ranks share after the part behind the last colon, and
-    takes ranks with the same one for ranks that can share it. So it is unique per run, replica and host.
+    vLLM never connects to it, because the default process group exists already. On CPUs with AVX-512, vLLM
+    names the ranks' shared memory after the part behind the last colon, and assumes that ranks with the same
+    part can share memory.
     """
     return f"env://spmd_serve:{_shared_name(spec, me)}"
 
@@ -156,10 +156,10 @@ def _shared_name(spec: JobSpec, me: RankInfo) -> str:
 
 
 def place_config(vllm_config: Any, spec: JobSpec, me: RankInfo) -> None:
-    """Tell the shard's configuration which replica it belongs to, and which device or memory is its own.
+    """Set the replica and the device, or the share of memory, in the configuration of one rank.
 
-    vLLM's GPU worker uses device ``local_rank + data_parallel_rank_local * PP * TP``; with
-    ``local_rank = LOCAL_RANK % (PP*TP)`` and ``data_parallel_rank_local = LOCAL_RANK // (PP*TP)`` that is
+    vLLM's GPU worker uses device ``local_rank + data_parallel_rank_local * PP * TP``. With
+    ``local_rank = LOCAL_RANK % (PP*TP)`` and ``data_parallel_rank_local = LOCAL_RANK // (PP*TP)`` this is
     torchrun's LOCAL_RANK, whether a node holds several replicas or a part of one.
     """
     parallel = vllm_config.parallel_config
@@ -173,14 +173,14 @@ def place_config(vllm_config: Any, spec: JobSpec, me: RankInfo) -> None:
     parallel.data_parallel_rank_local = me.local_rank // spec.layout.replica_size
     cache = vllm_config.cache_config
     if current_platform.is_cpu() and cache.kv_cache_memory_bytes is None:
-        # vLLM has each rank take that part of the memory for itself, so that several would be killed.
+        # In vLLM each rank takes this share of the machine's memory; several ranks would run out of memory.
         cache.gpu_memory_utilization /= memory_rivals(spec.cluster, me)
 
 
 def open_world(vllm_config: Any, store: TorchStore, spec: JobSpec, me: RankInfo) -> None:
-    """Make the default process group that vLLM then uses as it is.
+    """Create the default process group, which vLLM then uses.
 
-    Dense replicas are worlds of their own; MoE replicas share one world of DP·PP·TP ranks.
+    Each dense replica has its own group; MoE replicas share one of DP * PP * TP ranks.
     """
     share_gloo_device()
     layout = spec.layout
@@ -199,7 +199,7 @@ def open_world(vllm_config: Any, store: TorchStore, spec: JobSpec, me: RankInfo)
 
 
 def world_backend() -> str:
-    """The backend of the default group: vLLM wants device and CPU backends in one when it splits groups."""
+    """Return the backend of the default group; vLLM's split groups need one for device and CPU."""
     backend = str(current_platform.dist_backend)
     if envs.VLLM_DISTRIBUTED_USE_SPLIT_GROUP and backend == "nccl":
         return "cpu:gloo,cuda:nccl"
@@ -207,7 +207,7 @@ def world_backend() -> str:
 
 
 def world_device(local_rank: int) -> torch.device | None:
-    """The device to bind the default group to, only where vLLM's split groups need it."""
+    """Return the device to bind the default group to if vLLM's split groups need one, else None."""
     if envs.VLLM_DISTRIBUTED_USE_SPLIT_GROUP and current_platform.is_cuda_alike():
         return torch.device(f"cuda:{current_platform.logical_device_id_to_visible_device_id(local_rank)}")
     return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from spmd_serve.channel.base import ChannelClosed
-from spmd_serve.channel.in_process import OwnLine
+from spmd_serve.channel.in_process import InProcessChannel
 from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.engine.driver_channel import DriverChannel
 from spmd_serve.engine.executor import TorchrunExecutor
@@ -20,7 +20,7 @@ class Seat:
 
     spec: JobSpec
     replica: int
-    own: OwnLine
+    own: InProcessChannel
     shard: ShardThread
     failing: Callable[[], bool]
 
@@ -46,8 +46,11 @@ class PendingReplies:
         for inbox in self.inboxes if message[3] is None else [self.inboxes[message[3]]]:
             inbox.due += 1
 
+    def wait_until_ready(self) -> None:
+        """Do nothing: the channel is open."""
+
     def shutdown(self) -> None:
-        """The channel's own business."""
+        """Do nothing: the executor closes the channel."""
 
 
 class _Counted:
@@ -69,6 +72,9 @@ class _Counted:
         while self.due > 0:
             self.dequeue(indefinite=True)
 
+    def wait_until_ready(self) -> None:
+        self._inbox.wait_until_ready()
+
     def shutdown(self) -> None:
         self._inbox.shutdown()
 
@@ -88,7 +94,7 @@ class ScriptExecutor(TorchrunExecutor):
         """Batches that ran the model (see `offline.lockstep`)."""
         super()._init_executor()
         busy = self.futures_queue
-        ledger = PendingReplies(self.rpc_broadcast_mq, self.response_mqs, lambda: len(busy) > 0)
+        ledger = PendingReplies(self.rpc_broadcast_mq, list(self.response_mqs), lambda: len(busy) > 0)
         self.rpc_broadcast_mq, self.response_mqs = ledger, ledger.inboxes
         self.driver_worker = self.seat.shard.worker  # as vLLM's in-process executors have it
 

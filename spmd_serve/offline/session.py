@@ -15,7 +15,7 @@ import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from spmd_serve.channel.in_process import OwnLine
+from spmd_serve.channel.in_process import InProcessChannel
 from spmd_serve.config.job_spec import JobSpec, leave_steps_to_the_watcher
 from spmd_serve.engine import vllm_compat
 from spmd_serve.engine.config import refusals
@@ -128,7 +128,7 @@ class Session:
         job, membership = self._job, self._job.membership
         spec = self._spec()
         leave_steps_to_the_watcher(spec, os.environ)
-        own = OwnLine(copies=self.config.max_concurrent_batches > 1) if self.is_driver else None
+        own = InProcessChannel(copies=self.config.max_concurrent_batches > 1) if self.is_driver else None
         job.link.entry.state("loading")
         place_config(self.config, spec, self.me)
         process_group.ensure(self.config, membership.store, self.me, membership.cluster)

@@ -18,7 +18,7 @@ from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.v1.serial_utils import run_method
 
-from spmd_serve.channel.in_process import OwnLine
+from spmd_serve.channel.in_process import InProcessChannel
 from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.engine.vllm_compat import WorkerProc
 from spmd_serve.engine.worker_channel import EndOfJob
@@ -71,7 +71,7 @@ class ScriptShard(TorchrunWorkerProc):
         elif self._loaded:
             self._entry.state("ready")
 
-    def obey(self) -> None:
+    def run(self) -> None:
         """Run the driver's messages until it says stop; the script's objects are not frozen."""
         assert self.rpc_broadcast_mq is not None and self.worker_response_mq is not None
         self.rpc_broadcast_mq.wait_until_ready()
@@ -95,7 +95,7 @@ class ShardThread:
         store: TorchStore,
         env: TorchrunEnv,
         link: WatcherLink,
-        own: OwnLine | None,
+        own: InProcessChannel | None,
     ) -> None:
         """`own`: the way to the driver, on a rank that drives."""
         self._config, self._spec, self._me, self._store, self._env = vllm_config, spec, me, store, env
@@ -153,7 +153,7 @@ class ShardThread:
             torch.set_num_threads = set_num_threads  # vLLM's CPU worker has taken it from the whole process
             check_layout(self._spec, self._me)
             del shard
-            self._shard.obey()
+            self._shard.run()
         except BaseException as problem:
             self._problem = problem
             if self._loaded.is_set():

@@ -1,4 +1,4 @@
-"""Nodes and their ranks, as the rendezvous would find them."""
+"""Clusters of ranks, as the rendezvous would build them."""
 
 from collections.abc import Sequence
 

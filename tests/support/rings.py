@@ -15,7 +15,7 @@ Reader = TypeVar("Reader", bound=End)
 
 
 def connected(writer: Writer, reader: Reader) -> tuple[Writer, Reader]:
-    """The two ends, once they have met: each waits for the other."""
+    """Connect both ends, which wait for each other, and return them."""
     thread = threading.Thread(target=writer.wait_until_ready)
     thread.start()
     reader.wait_until_ready()

@@ -1,4 +1,4 @@
-"""A rank's gloo groups share a device, so that an idle rank sleeps, and their threads keep off its core."""
+"""A rank's gloo groups share a device, and their threads run on other cores than the computation."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ dist.destroy_process_group()
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, with a port for its store."""
+    """Run `program` in its own process, with a port for its store."""
     return subprocess.run(
         [sys.executable, "-c", program, str(free_port())],
         capture_output=True,
@@ -88,8 +88,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core only: nothing to bind to a part of")
-def test_gloos_threads_leave_the_core_to_who_computes() -> None:
-    """torch's names of these threads are relied on: none found would be a failure here."""
+def test_gloo_threads_may_leave_the_core_of_the_computation() -> None:
+    """Fails if torch renames these threads, because they are found by name."""
     done = run(FREE)
     cpus = sorted(os.sched_getaffinity(0))
     first, everything = format_cpus(cpus[:1]), format_cpus(cpus)

@@ -10,42 +10,42 @@ from spmd_serve.topology import Cluster, Layout
 from tests.support.cluster import cluster
 
 
-def test_one_host_needs_no_network() -> None:
+def test_one_node_needs_no_network() -> None:
     plan = plan_channel("auto", Layout(2, 2, 1), cluster(4), 0, home=0)
     assert plan == ChannelPlan(ring=(0, 1, 2, 3), members=(), behind={})
 
 
-def test_two_hosts_ring_at_home_and_one_member_that_relays() -> None:
+def test_two_nodes_use_a_ring_and_one_member_that_relays() -> None:
     plan = plan_channel("auto", Layout(2, 2, 1), cluster(2, 2), 0, home=0)
     assert plan == ChannelPlan(ring=(0, 1), members=(2,), behind={2: (2, 3)})
     assert plan.leader_of(3) == 2
     assert plan.leader_of(1) is None
 
 
-def test_single_rank_hosts_are_members_themselves() -> None:
+def test_nodes_with_one_rank_have_no_relay() -> None:
     plan = plan_channel("auto", Layout(1, 4, 1), cluster(1, 1, 1, 1), 0, home=0)
     assert plan == ChannelPlan(ring=(0,), members=(1, 2, 3), behind={})
 
 
-def test_a_replica_that_is_not_on_its_drivers_host() -> None:
+def test_replica_on_another_node_than_its_driver() -> None:
     plan = plan_channel("auto", Layout(2, 1, 2), cluster(2, 2), 1, home=0)
     assert plan == ChannelPlan(ring=(), members=(2,), behind={2: (2, 3)})
 
 
-def test_two_replicas_on_one_host() -> None:
+def test_two_replicas_on_one_node() -> None:
     assert plan_channel("auto", Layout(2, 1, 2), cluster(4), 1, home=0).ring == (2, 3)
 
 
 def test_flat_gloo_and_nccl() -> None:
-    layout, hosts = Layout(2, 1, 2), cluster(2, 2)
-    assert plan_channel("gloo", layout, hosts, 1, home=0) == ChannelPlan((), (2, 3), {})
-    assert plan_channel("nccl", layout, hosts, 1, home=1) == ChannelPlan((2,), (3,), {})
+    layout, found = Layout(2, 1, 2), cluster(2, 2)
+    assert plan_channel("gloo", layout, found, 1, home=0) == ChannelPlan((), (2, 3), {})
+    assert plan_channel("nccl", layout, found, 1, home=1) == ChannelPlan((2,), (3,), {})
 
 
 @pytest.mark.parametrize(("lb", "nodes"), [("internal", [0, 0]), ("hybrid", [0, 1]), ("external", [0, 1])])
-def test_where_a_replicas_driver_lives(lb: str, nodes: list[int]) -> None:
-    layout, hosts = Layout(2, 1, 2), cluster(2, 2)
-    assert [driver_node(lb, layout, hosts, replica) for replica in range(2)] == nodes
+def test_node_of_a_driver(lb: str, nodes: list[int]) -> None:
+    layout, found = Layout(2, 1, 2), cluster(2, 2)
+    assert [driver_node(lb, layout, found, replica) for replica in range(2)] == nodes
 
 
 def on_gpus(*ranks_per_node: int) -> Cluster:
@@ -62,21 +62,21 @@ def on_gpus(*ranks_per_node: int) -> Cluster:
         ("external", Layout(2, 1, 2), (2, 2)),
     ],
 )
-def test_nccl_where_every_driver_has_its_first_rank_beside_it(
+def test_nccl_accepts_drivers_on_the_node_of_their_first_rank(
     lb: str, layout: Layout, nodes: tuple[int, ...]
 ) -> None:
     check_backend("nccl", lb, layout, on_gpus(*nodes))
 
 
-def test_nccl_is_refused_where_a_driver_is_not_on_its_first_ranks_host() -> None:
+def test_nccl_rejects_a_driver_on_another_node_than_its_first_rank() -> None:
     with pytest.raises(
-        UsageError, match=r"--control-backend nccl .* replica 1 is driven on host0 .*--lb hybrid"
+        UsageError, match=r"--control-backend nccl .* the driver of replica 1 runs on host0, .*--lb hybrid"
     ):
         check_backend("nccl", "internal", Layout(2, 1, 2), on_gpus(2, 2))
     check_backend("auto", "internal", Layout(2, 1, 2), on_gpus(2, 2))
 
 
-def test_nccl_is_refused_on_cpus() -> None:
+def test_nccl_rejects_cpus() -> None:
     with pytest.raises(UsageError, match=r"--control-backend nccl needs GPUs, but rank 0 on host0 .*gloo"):
         check_backend("nccl", "internal", Layout(2, 1, 1), cluster(2))
     check_backend("gloo", "internal", Layout(2, 1, 1), cluster(2))

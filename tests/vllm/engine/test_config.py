@@ -1,4 +1,4 @@
-"""vLLM's own parser reads the command line; what contradicts torchrun is refused in one line."""
+"""vLLM's own parser reads the command line; flags that contradict torchrun are rejected in one line."""
 
 import argparse
 from pathlib import Path
@@ -47,7 +47,7 @@ def refusal(*words: str) -> str:
     return text
 
 
-def test_vllms_flags_mean_what_they_mean_there() -> None:
+def test_vllm_flags_keep_their_meaning() -> None:
     args = parse(
         *("some/model", "--dtype", "float32", "--max-model-len", "1k", "--enable-lora", "--api-key", "a"),
         *("--served-model-name", "m", "--join-timeout", "5", "-cc", '{"mode":3}', "--enforce_eager"),
@@ -61,13 +61,13 @@ def test_the_model_may_be_a_flag() -> None:
     assert parse("--model", "m").model == "m"
 
 
-def test_no_model_is_an_error_that_says_where_it_goes() -> None:
+def test_a_missing_model_is_an_error_that_shows_where_to_write_it() -> None:
     assert refusal("--dtype", "float32") == (
         "no model given: write it after -m spmd_serve, or as --model MODEL"
     )
 
 
-def test_the_sizes_that_were_given_are_told_from_defaults() -> None:
+def test_given_sizes_differ_from_defaults() -> None:
     assert set(parse("m").given_sizes.values()) == {None}
     assert parse("m", "-tp", "1", "--pipeline_parallel_size=2").given_sizes == {
         "tensor_parallel_size": 1,
@@ -76,8 +76,8 @@ def test_the_sizes_that_were_given_are_told_from_defaults() -> None:
     }
 
 
-def test_vllms_flags_for_load_balancing_are_ours_then() -> None:
-    """An endpoint's own configuration says how it is reached, so vLLM is not told of all of them."""
+def test_vllm_flags_for_load_balancing_are_handled_here() -> None:
+    """Each endpoint has its own configuration, so vLLM does not get the flags for all of them."""
     from spmd_serve.config.endpoints import Endpoint
     from spmd_serve.engine.config import apply_endpoint, apply_layout
 
@@ -89,7 +89,7 @@ def test_vllms_flags_for_load_balancing_are_ours_then() -> None:
     assert args.data_parallel_size == 2
 
 
-def test_coupled_replicas_behind_several_endpoints_are_vllms_own_kind(tiny_qwen3: Path) -> None:
+def test_coupled_replicas_use_vllms_hybrid_load_balancing(tiny_qwen3: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from spmd_serve.config.endpoints import Endpoint
@@ -103,7 +103,7 @@ def test_coupled_replicas_behind_several_endpoints_are_vllms_own_kind(tiny_qwen3
     assert (given.data_parallel_address, given.data_parallel_rpc_port) == ("10.0.0.1", 29551)
 
 
-def test_every_refused_flag_is_one_of_vllms() -> None:
+def test_every_rejected_flag_exists_in_vllm() -> None:
     from spmd_serve.engine.config import make_parser
 
     known = {action.dest for action in make_parser()._actions}
@@ -112,7 +112,7 @@ def test_every_refused_flag_is_one_of_vllms() -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_what_contradicts_torchrun_is_refused(name: str) -> None:
+def test_flags_that_contradict_torchrun_are_rejected(name: str) -> None:
     flag = "--" + name.replace("_", "-")
     value = VALUES[name]
     text = refusal("m", flag, *([] if value is None else [value]))
@@ -132,7 +132,7 @@ def test_what_contradicts_torchrun_is_refused(name: str) -> None:
         (["m", "--mm-processor-cache-type", "shm"], "--mm-processor-cache-type shm needs"),
     ],
 )
-def test_other_mistakes_are_one_line_too(words: list[str], start: str) -> None:
+def test_other_mistakes_are_one_line_errors(words: list[str], start: str) -> None:
     text = refusal(*words)
     assert text.startswith(start) and text
 
@@ -148,7 +148,7 @@ def test_our_flags_come_first_in_the_help() -> None:
     assert titles.index("spmd_serve") < titles.index("Frontend")
 
 
-def test_the_comparison_between_ranks_sees_all_flags() -> None:
+def test_flag_values_hold_all_flags() -> None:
     from spmd_serve.engine.config import flag_values
 
     values = flag_values(parse("m", "--max-model-len", "64"))
@@ -165,7 +165,7 @@ class TestTheEnginesConfiguration:
         apply_executor(args)
         return engine_config(args)
 
-    def test_pipeline_and_tensor_parallel_are_taken_with_our_executor(self, tiny_qwen3: Path) -> None:
+    def test_pipeline_and_tensor_parallel_work_with_our_executor(self, tiny_qwen3: Path) -> None:
         from spmd_serve.engine.executor import TorchrunExecutor
 
         config = self.build(tiny_qwen3, Layout(tp=2, pp=2, dp=1))
@@ -173,19 +173,19 @@ class TestTheEnginesConfiguration:
         assert (parallel.tensor_parallel_size, parallel.pipeline_parallel_size) == (2, 2)
         assert parallel.distributed_executor_backend is TorchrunExecutor
 
-    def test_heads_that_do_not_divide_are_one_line(self, tiny_qwen3: Path) -> None:
+    def test_indivisible_heads_are_a_one_line_error(self, tiny_qwen3: Path) -> None:
         with pytest.raises(UsageError) as caught:
             self.build(tiny_qwen3, Layout(tp=3, pp=1, dp=1))
         assert "\n" not in str(caught.value)
         assert "must be divisible by tensor parallel size (3)" in str(caught.value)
 
-    def test_a_folder_without_a_model_is_one_line(self, tmp_path: Path) -> None:
+    def test_a_directory_without_a_model_is_a_one_line_error(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError) as caught:
             self.build(tmp_path, Layout(tp=1, pp=1, dp=1))
         assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
-def test_an_unknown_parser_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_an_unknown_parser_is_rejected_before_loading(tmp_path: Path) -> None:
     tools = ("some/model", "--enable-auto-tool-choice", "--tool-call-parser")
     assert parse(*tools, "hermes").tool_call_parser == "hermes"
     assert refusal(*tools, "herpes").startswith("--tool-call-parser herpes is unknown: vLLM has ")
@@ -194,7 +194,7 @@ def test_an_unknown_parser_is_found_before_anything_is_loaded(tmp_path: Path) ->
     assert "does not exist on" in refusal("some/model", "--tool-parser-plugin", missing)
 
 
-def test_a_parser_of_the_users_own_is_known(tmp_path: Path) -> None:
+def test_a_parser_from_a_plugin_file_is_known(tmp_path: Path) -> None:
     plugin = tmp_path / "own_reasoning_parser_of_this_test.py"
     plugin.write_text(
         "from vllm.reasoning import ReasoningParser, ReasoningParserManager\n"
@@ -209,7 +209,7 @@ def test_a_parser_of_the_users_own_is_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", [("-dp", "auto"), ("--data-parallel-size=auto",), ("--data_parallel_size", "auto")]
 )
-def test_data_parallel_may_follow_from_the_nodes(words: tuple[str, ...]) -> None:
+def test_data_parallel_size_auto(words: tuple[str, ...]) -> None:
     assert parse("m", *words).given_sizes["data_parallel_size"] == "auto"
     assert parse("m", "-dp", "2").given_sizes["data_parallel_size"] == 2
     assert "data-parallel-size" in refusal("m", "-dp", "some")

@@ -1,4 +1,4 @@
-"""Gathering and scattering of uneven parts over gloo."""
+"""Gather and scatter parts of different sizes over gloo."""
 
 from datetime import timedelta
 from functools import partial
@@ -53,7 +53,7 @@ def test_each_rank_gets_all_rows_and_its_part_of_the_sum() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
-def test_vllms_communicator_lacks_both_and_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_cpu_communicator_gets_the_missing_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     for method in (all_gatherv, reduce_scatterv):

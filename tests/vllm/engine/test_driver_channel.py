@@ -1,4 +1,4 @@
-"""The driver's heartbeats: they wait for nobody, and say to the watcher that the driver itself turns."""
+"""The driver's heartbeats: sending never waits, and shows the watcher that the driver makes progress."""
 
 import threading
 from types import SimpleNamespace
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from spmd_serve.liveness import NullStatusEntry
+from spmd_serve.wire.frames import Kind
 from tests.support.rings import connected
 from tests.support.waiting import wait_until
 
@@ -31,19 +32,18 @@ class Turns(NullStatusEntry):
 
 
 def ring() -> tuple[Any, Any]:
-    from spmd_serve.engine.shm_ring import RingInbox, RingOutbox
+    from spmd_serve.engine.shm_ring import ShmInbox, ShmOutbox
 
-    writer = RingOutbox(1, CHUNK)
-    return connected(writer, RingInbox(writer.address, 0))
+    writer = ShmOutbox(1, CHUNK)
+    return connected(writer, ShmInbox(writer.address, 0))
 
 
-def test_a_busy_rank_does_not_hold_up_heartbeats_and_then_hears_the_next_batch() -> None:
+def test_a_busy_rank_does_not_delay_heartbeats_and_then_gets_the_next_batch() -> None:
     """As in a compilation of minutes: nobody reads, the ring is full."""
-    from spmd_serve.engine.driver_channel import DriverOutbox
-    from spmd_serve.engine.worker_channel import HEARTBEAT
+    from spmd_serve.engine.driver_channel import DriverOutbox, Route
 
     writer, reader = ring()
-    outbox = DriverOutbox([writer], NullStatusEntry())
+    outbox = DriverOutbox([Route(writer)], NullStatusEntry())
 
     def beat() -> None:
         for _ in range(25):
@@ -52,27 +52,24 @@ def test_a_busy_rank_does_not_hold_up_heartbeats_and_then_hears_the_next_batch()
     beats = threading.Thread(target=beat, daemon=True)
     beats.start()
     beats.join(DEADLINE_S)
-    assert not beats.is_alive(), "a heartbeat waits for a rank that is busy"
+    assert not beats.is_alive(), "a heartbeat waits for a busy rank"
     with pytest.raises(TimeoutError):
         outbox.enqueue(("step", (), {}, None), timeout=0.0)
-    assert reader.dequeue(timeout=DEADLINE_S)[0] == HEARTBEAT
+    assert reader.dequeue(timeout=DEADLINE_S) == Kind.HEARTBEAT
     outbox.enqueue(("step", (), {}, None), timeout=DEADLINE_S)
-    names: list[str] = []
-    while names[-1:] != ["step"]:
-        names.append(reader.dequeue(timeout=DEADLINE_S)[0])
-    assert set(names[:-1]) == {HEARTBEAT}
+    while (message := reader.dequeue(timeout=DEADLINE_S)) != ("step", (), {}, None):
+        assert message == Kind.HEARTBEAT
     outbox.shutdown()
 
 
-def test_a_message_that_waits_for_a_place_does_not_make_the_driver_look_hung() -> None:
-    from spmd_serve.engine.driver_channel import DriverChannel, DriverOutbox
+def test_a_driver_that_waits_to_send_does_not_look_hung() -> None:
+    from spmd_serve.engine.driver_channel import DriverChannel, DriverOutbox, Route
 
     writer, reader = ring()
     entry = Turns()
-    channel: Any = DriverChannel.__new__(DriverChannel)
-    channel._entry, channel._ended, channel.threads = entry, threading.Event(), []
-    channel._spec = SimpleNamespace(heartbeat_s=0.05)
-    channel.outbox = outbox = DriverOutbox([writer], entry)
+    job: Any = SimpleNamespace(heartbeat_s=0.05, allow_classes=())
+    channel = DriverChannel(job, 0, entry)
+    channel.outbox = outbox = DriverOutbox([Route(writer)], entry)
     while True:
         try:
             outbox.enqueue(("step", (), {}, None), timeout=0.0)
@@ -81,16 +78,15 @@ def test_a_message_that_waits_for_a_place_does_not_make_the_driver_look_hung() -
     sending = threading.Thread(target=outbox.enqueue, args=(("last", (), {}, None), DEADLINE_S), daemon=True)
     sending.start()
     channel.start_heartbeat()
-    channel.loaded()
+    channel.ready()
     assert entry.state_name == "ready"
     before = entry.turns
     wait_until(lambda: entry.turns > before + 3, DEADLINE_S, "turns of a driver that sends")
     assert sending.is_alive()
-    while reader.dequeue(timeout=DEADLINE_S)[0] != "last":
+    while reader.dequeue(timeout=DEADLINE_S) != ("last", (), {}, None):
         pass
     sending.join(DEADLINE_S)
     assert not sending.is_alive()
-    channel._ended.set()
-    for thread in channel.threads:
-        thread.join(DEADLINE_S)
+    channel.replies = []
+    channel.close(normal=False)
     outbox.shutdown()

@@ -1,4 +1,4 @@
-"""What an engine core's watcher gets to know of its waiting for replies."""
+"""Waiting for replies is recorded in the status table."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
 class Replies:
-    """A rank's replies, and what the board says at the time at which one is waited for."""
+    """A rank's replies; reads the status table while one is awaited."""
 
-    def __init__(self, board: StatusTable) -> None:
+    def __init__(self, table: StatusTable) -> None:
         self.seen: list[int | None] = []
-        self._status_table = board
+        self._status_table = table
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
         reading = self._status_table.read(0)
@@ -24,23 +24,25 @@ class Replies:
             raise TimeoutError(f"{timeout:g}")
         return "reply"
 
+    def wait_until_ready(self) -> None: ...
+
     def shutdown(self) -> None: ...
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_reply_that_is_waited_for_is_noted_and_that_it_has_come_is_progress(works: bool) -> None:
+def test_awaited_replies_are_recorded_and_their_arrival_is_progress(works: bool) -> None:
     """In a step, and between steps, where the loop waits again afterwards."""
     from spmd_serve.engine.driver_watch import AwaitedReplies
 
-    board = StatusTable()
-    entry = StatusEntry(board.fd, 0)
-    source = Replies(board)
+    table = StatusTable()
+    entry = StatusEntry(table.fd, 0)
+    source = Replies(table)
     replies = AwaitedReplies(source, 3, entry)
     if works:
         entry.works()
-    before = board.read(0).works_since
+    before = table.read(0).works_since
     assert replies.dequeue(indefinite=True) == "reply"
     with pytest.raises(TimeoutError, match="5"):
         replies.dequeue(timeout=5.0)
-    assert source.seen == [3, 3] and board.read(0).awaits is None
-    assert board.read(0).works_since > before if works else board.read(0).works_since == 0.0
+    assert source.seen == [3, 3] and table.read(0).awaits is None
+    assert table.read(0).works_since > before if works else table.read(0).works_since == 0.0

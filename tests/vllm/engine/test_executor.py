@@ -1,4 +1,4 @@
-"""What our executor adds to vLLM's, without ranks: their answers are given."""
+"""What our executor adds to vLLM's, with prepared replies instead of ranks."""
 
 import logging
 from dataclasses import replace
@@ -18,7 +18,7 @@ def test_the_rank_with_the_least_memory_is_named(caplog: pytest.LogCaptureFixtur
     from spmd_serve.engine.executor import TorchrunExecutor
 
     class Answered(TorchrunExecutor):
-        """Of the second replica, ranks 2 and 3."""
+        """The executor of the second replica, ranks 2 and 3."""
 
         def __init__(self) -> None:
             self._spec, self._replica = replace(spec(), cluster=cluster(2, 2)), 1

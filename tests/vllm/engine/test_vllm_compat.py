@@ -1,4 +1,4 @@
-"""What we lean on in vLLM is there, and what moves is named."""
+"""The checks of vLLM's internals, and the functions that change vLLM's behaviour."""
 
 import queue
 import threading
@@ -26,8 +26,8 @@ def ring_of(max_chunk_bytes: int) -> Iterator[tuple[Any, Any]]:
     """Both ends of a ring with one reader, which sleeps between messages."""
     from spmd_serve.engine import shm_ring
 
-    out = shm_ring.RingOutbox(1, max_chunk_bytes)
-    inbox = shm_ring.RingInbox(out.address, 0, spin=False)
+    out = shm_ring.ShmOutbox(1, max_chunk_bytes)
+    inbox = shm_ring.ShmInbox(out.address, 0, busy_poll=False)
     ready = threading.Thread(target=inbox.wait_until_ready, daemon=True)
     ready.start()
     out.wait_until_ready()
@@ -46,7 +46,7 @@ def test_the_installed_vllm_fits() -> None:
     assert __version__.startswith(vllm_compat.WRITTEN_FOR)
 
 
-def test_a_method_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from spmd_serve.engine import vllm_compat
 
     monkeypatch.delattr(vllm_compat.MultiprocExecutor, "_get_output_rank")
@@ -56,7 +56,7 @@ def test_a_method_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         vllm_compat.check()
 
 
-def test_what_the_drivers_process_calls_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_the_drivers_process_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.entrypoints.launchers.api_server import entry
 
     from spmd_serve.engine import vllm_compat
@@ -73,7 +73,7 @@ def test_what_the_drivers_process_calls_is_there(monkeypatch: pytest.MonkeyPatch
         vllm_compat.check_server()
 
 
-def test_a_parameter_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_parameter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from spmd_serve.engine import vllm_compat
 
     def dequeue(self: Any, patience: float) -> None: ...
@@ -96,7 +96,7 @@ def test_engine_cores_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert utils.get_mp_context().get_start_method() == "fork"
 
 
-def test_a_coordinator_that_was_wrapped_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapped_coordinator_passes_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine.coordinator import DPCoordinator, DPCoordinatorProc
 
     from spmd_serve.engine import vllm_compat
@@ -108,7 +108,7 @@ def test_a_coordinator_that_was_wrapped_still_fits(monkeypatch: pytest.MonkeyPat
     vllm_compat.check()
 
 
-def test_an_engine_cores_loop_can_be_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_of_an_engine_core_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """From its first wait for a request to the next, with vLLM's own loop around it."""
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
@@ -183,7 +183,7 @@ def test_our_subclasses_override_what_exists() -> None:
 
 @pytest.mark.parametrize("attribute", ["busy_loop_s", "last_read"])
 def test_a_ring_can_be_quietened(attribute: str) -> None:
-    """`quieten` would do nothing, in silence, if these were renamed."""
+    """If these were renamed, `quieten` would silently have no effect."""
     from spmd_serve.engine import vllm_compat
 
     writer = vllm_compat.MessageQueue(1, 1, max_chunk_bytes=1 << 16)
@@ -196,7 +196,7 @@ def test_a_ring_can_be_quietened(attribute: str) -> None:
 
 
 def test_a_reader_that_sleeps_is_woken_by_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages in quick succession, the reader asleep between: vLLM's socket drops every second's news."""
+    """With messages in quick succession, vLLM's own socket drops the notification of every second one."""
     from spmd_serve.engine import shm_ring
 
     monkeypatch.setattr(shm_ring, "look_again", lambda queue: None)
@@ -231,14 +231,13 @@ def test_a_reader_that_is_not_woken_looks_again(monkeypatch: pytest.MonkeyPatch)
         late.join()
 
 
-def test_the_size_of_a_message_as_it_lies_in_the_ring() -> None:
-    """Leans on vLLM's layout of a slot: parts with their lengths, or a mark for what went over a socket."""
+def test_size_of_a_message_in_the_ring() -> None:
+    """Relies on vLLM's layout of a slot: parts with their lengths, or a mark for a message sent by socket."""
     sizes = {}
     with ring_of(3 << 20) as (out, inbox):
         # From a MiB on a tensor's bytes are a part of their own.
         for length in (0, 1000, 1 << 20, 2 << 20, 4 << 20):
-            out.enqueue(torch.zeros(length, dtype=torch.uint8))
-            sizes[length] = out.last_bytes()
+            sizes[length] = out.enqueue(torch.zeros(length, dtype=torch.uint8))
             assert len(inbox.dequeue(timeout=LOST_S)) == length
     assert 0 < sizes[0] < 1000 < sizes[1000] < 2000
     assert [sizes[length] // length for length in (1 << 20, 2 << 20, 4 << 20)] == [1, 1, 0]

@@ -1,4 +1,4 @@
-"""A rank's shard: its device, its groups, its steps; what only a GPU would show, as arithmetic and calls."""
+"""A rank's worker: its device, groups and steps. GPU placement is checked as arithmetic and calls."""
 
 import importlib.util
 from dataclasses import replace
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from spmd_serve.channel.base import WorkerCall
 from spmd_serve.config.job_spec import JobSpec
 from spmd_serve.topology import Cluster, Layout, RankInfo
 
@@ -36,7 +37,7 @@ def spec(layout: Layout, ranks_per_node: int, round_id: str = "0123456789ab") ->
 
 
 class ParallelConfig:
-    """What the shard sets of vLLM's, which it begins with as the engine core's was built."""
+    """The fields of vLLM's ParallelConfig that `place_config` sets."""
 
     def __init__(self, layout: Layout) -> None:
         self.tensor_parallel_size = layout.tp
@@ -65,7 +66,7 @@ def config(layout: Layout, *, moe: bool = False) -> Any:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a Shard hands to vLLM's WorkerProc, which is not started here."""
+    """What a TorchrunWorkerProc passes to vLLM's WorkerProc, which is not started here."""
     from spmd_serve.engine.vllm_compat import WorkerProc
 
     given: dict[str, Any] = {}
@@ -83,19 +84,19 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 class Link:
-    """A WatcherLink that writes down what it is told."""
+    """A WatcherLink that records its calls."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.calls: list[str] = []
         self.entry = SimpleNamespace(
-            step_begin=lambda: self.said.append("begin"),
-            step_end=lambda: self.said.append("end"),
+            step_begin=lambda: self.calls.append("begin"),
+            step_end=lambda: self.calls.append("end"),
             turn=lambda: None,
-            state=self.said.append,
+            state=self.calls.append,
         )
 
     def failed(self, cause: str, *, peer: bool = False) -> None:
-        self.said.append(f"{'peer: ' if peer else ''}{cause}")
+        self.calls.append(f"{'peer: ' if peer else ''}{cause}")
 
 
 def shard(given: dict[str, Any], layout: Layout, ranks_per_node: int, rank: int, link: Link) -> Any:
@@ -137,7 +138,7 @@ def test_the_device_of_a_rank_is_torchruns_local_rank(
         assert parallel.data_parallel_index == layout.replica(info.rank)
 
 
-def test_vllm_still_reckons_the_device_like_that() -> None:
+def test_vllm_computes_the_device_that_way() -> None:
     found = importlib.util.find_spec("vllm.v1.worker.gpu_worker")
     assert found is not None and found.origin is not None
     text = Path(found.origin).read_text()
@@ -145,7 +146,7 @@ def test_vllm_still_reckons_the_device_like_that() -> None:
     assert "self.local_rank += dp_local_rank * tp_pcp_pp_world_size" in text
 
 
-def test_dense_replicas_are_worlds_of_their_own_and_moe_replicas_share_one() -> None:
+def test_dense_replicas_have_own_groups_and_moe_replicas_share_one() -> None:
     from spmd_serve.engine.worker_proc import place_config
 
     layout = Layout(tp=2, pp=1, dp=2)
@@ -163,7 +164,7 @@ def test_dense_replicas_are_worlds_of_their_own_and_moe_replicas_share_one() -> 
 @pytest.mark.parametrize(
     ("on_cpus", "given", "part"), [(True, None, 0.225), (True, 5, 0.9), (False, None, 0.9)]
 )
-def test_ranks_of_one_machine_share_its_memory_where_that_is_no_gpus(
+def test_cpu_ranks_of_one_machine_share_its_memory(
     monkeypatch: pytest.MonkeyPatch, on_cpus: bool, given: int | None, part: float
 ) -> None:
     from vllm.platforms import current_platform
@@ -179,7 +180,7 @@ def test_ranks_of_one_machine_share_its_memory_where_that_is_no_gpus(
     assert placed.cache_config.gpu_memory_utilization == part
 
 
-def test_a_shard_is_numbered_inside_its_replica(made: dict[str, Any]) -> None:
+def test_ranks_are_numbered_inside_their_replica(made: dict[str, Any]) -> None:
     layout = Layout(tp=2, pp=2, dp=2)
     numbers, drivers = [], []
     for rank in range(8):
@@ -190,7 +191,7 @@ def test_a_shard_is_numbered_inside_its_replica(made: dict[str, Any]) -> None:
     assert drivers == [True, False] * 4  # the first TP rank of each stage
 
 
-def test_shared_memory_names_differ_by_replica_and_run_and_machine(made: dict[str, Any]) -> None:
+def test_shared_memory_names_differ_by_replica_round_and_machine(made: dict[str, Any]) -> None:
     from spmd_serve.engine.worker_proc import shm_name
 
     layout = Layout(tp=2, pp=1, dp=2)
@@ -223,7 +224,7 @@ def platform(backend: str, *, cuda: bool) -> Any:
         ("xccl", False, "1", "xccl", None),
     ],
 )
-def test_the_worlds_backend_and_device(
+def test_backend_and_device_of_the_default_group(
     backend: str, cuda: bool, split: str, group: str, device: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from spmd_serve.engine import worker_proc as module
@@ -236,7 +237,7 @@ def test_the_worlds_backend_and_device(
 
 
 @pytest.mark.parametrize(("moe", "rank", "size"), [(False, 1, 2), (True, 3, 4)])
-def test_the_world_is_the_replica_or_everybody(
+def test_the_default_group_is_one_replica_or_all_ranks(
     moe: bool, rank: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -254,46 +255,42 @@ def test_the_world_is_the_replica_or_everybody(
 
 
 class TestSteps:
-    """What happens around vLLM's worker methods."""
+    """The handling of vLLM's worker methods."""
 
     LAYOUT = Layout(tp=1, pp=1, dp=1)
 
     def test_one_message_runs_and_samples(self, made: dict[str, Any]) -> None:
-        from spmd_serve.engine.executor import STEP
-
         link = Link()
-        step = getattr(shard(made, self.LAYOUT, 1, 0, link).worker, STEP)
+        step = shard(made, self.LAYOUT, 1, 0, link).worker.execute_and_sample
         assert step(None) == "sampled with None"  # execute_model leaves the output to sample_tokens
         assert step("an output") == "an output"  # another stage of the pipeline, or nothing was scheduled
-        assert link.said == []
+        assert link.calls == []
 
-    def test_a_failed_step_is_told_to_the_watcher_and_goes_on_as_vllm_wants(
-        self, made: dict[str, Any]
-    ) -> None:
+    def test_a_failed_step_is_reported_to_the_watcher_and_raised(self, made: dict[str, Any]) -> None:
         link = Link()
         built = shard(made, self.LAYOUT, 1, 0, link)
 
         def fail(scheduled: object) -> None:
             raise RuntimeError("out of\n  memory")
 
-        built._execute_model = fail
+        built.worker.wrapped.execute_model = fail
         with pytest.raises(RuntimeError, match="out of"):
             built.worker.execute_and_sample(None)
-        assert link.said == ["execute_and_sample failed: RuntimeError: out of memory"]
+        assert link.calls == ["execute_and_sample failed: RuntimeError: out of memory"]
 
-    def test_a_lost_peer_is_not_taken_for_the_cause(self, made: dict[str, Any]) -> None:
+    def test_a_lost_peer_is_reported_as_a_consequence(self, made: dict[str, Any]) -> None:
         link = Link()
         built = shard(made, self.LAYOUT, 1, 0, link)
 
         def fail(scheduled: object) -> None:
             raise RuntimeError("Connection closed by peer [10.0.0.2]:4711")
 
-        built._execute_model = fail
+        built.worker.wrapped.execute_model = fail
         with pytest.raises(RuntimeError):
             built.worker.execute_and_sample(None)
-        assert link.said[0].startswith("peer: execute_and_sample failed: ")
+        assert link.calls[0].startswith("peer: execute_and_sample failed: ")
 
-    def test_steps_count_once_loading_is_over(
+    def test_steps_are_counted_after_loading(
         self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from spmd_serve.engine.vllm_compat import WorkerProc
@@ -301,7 +298,7 @@ class TestSteps:
 
         link = Link()
         built = shard(made, self.LAYOUT, 1, 0, link)
-        monkeypatch.setattr(WorkerProc, "_execute_worker_rpc", lambda self, request: link.said.append("run"))
+        monkeypatch.setattr(WorkerProc, "_execute_worker_rpc", lambda self, request: link.calls.append("run"))
         for method in ("determine_available_memory", LAST_OF_LOADING, "execute_model"):
-            built._execute_worker_rpc((method, (), {}, None))
-        assert link.said == ["run", "run", "ready", "begin", "run", "end"]
+            built._execute_worker_rpc(WorkerCall(method, (), {}, None))
+        assert link.calls == ["run", "run", "ready", "begin", "run", "end"]
