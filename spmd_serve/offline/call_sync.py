@@ -10,7 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from spmd_serve.channel.base import ChannelSpec, ChannelStopped
 from spmd_serve.channel.broadcast import BroadcastInbox, BroadcastOutbox
