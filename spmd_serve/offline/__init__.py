@@ -1,1 +1,1 @@
-"""`LLM` for scripts under torchrun: every rank calls the same lines, each replica's first rank drives."""
+"""`LLM` for scripts under torchrun: every rank makes the same calls; each replica's first rank drives."""

@@ -1,11 +1,12 @@
-"""Where ranks meet for a call, and how its result comes back: a star with rank 0 (the root) in the middle.
+"""Synchronize the calls of all ranks, and distribute their results, in a star with rank 0 as the root.
 
-Members tell the root what they call over TCP (ReplySender); the root answers all at once by broadcast over a
-gloo group of our own. So the root knows who has called what, and can say so; nobody waits in silence.
-Messages of the root: "go" (all make the same call), "stop" (they don't), "left" (it calls nothing any more),
-and the outcome of a call.
+Each member sends its call to the root over TCP (ReplySender). The root answers all members at once, by a
+broadcast over a gloo group of our own. So the root knows which rank makes which call, and can name the ranks
+that differ or are late. The root sends "go" (all ranks make the same call), "stop" (they do not), "left" (the
+root makes no further calls), and the result of a call.
 """
 
+import functools
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -18,65 +19,65 @@ from spmd_serve.channel.reply import ReplyInbox, ReplySender
 from spmd_serve.channel.reply_listener import ReplyListener
 from spmd_serve.errors import SpmdError, UsageError
 from spmd_serve.offline.call_check import Call, absence, disagreement
-from spmd_serve.offline.result import Outcome
-from spmd_serve.rendezvous.store import FIRST_WORD_S, NEXT_WORD_S, Say, Store, get_json, put_json
+from spmd_serve.offline.result import CallResult
+from spmd_serve.rendezvous.store import FOREVER_S, Say, Store, Wait, get_json, put_json
 from spmd_serve.topology import RankInfo
 
 MAX_BYTES = 16 << 30
-"""Longest result of a call."""
-LATER_S = 5.0
-"""A member waits so much longer than the root, whose word on who is missing is the better one."""
-_SLICE_S = 1.0
-_LAST_S = 2.0
+"""Maximum size of a call's encoded result, in bytes."""
+EXTRA_WAIT_S = 5.0
+"""A member waits this much longer than the root, whose error message names all missing ranks."""
+POLL_INTERVAL_S = 1.0
+FLUSH_TIMEOUT_S = 2.0
 
-Merge = Callable[[list[Outcome]], Outcome]
+Merge = Callable[[list[CallResult]], CallResult]
 
 
 class OutOfStep(UsageError):
-    """Ranks have not made the same call: says who called what. The LLM cannot be used any more."""
+    """The ranks did not make the same call. The message names each rank's call; the LLM is unusable."""
 
 
-class Lines(Protocol):
-    """One rank's end."""
+class CallSync(Protocol):
+    """One rank's part in the synchronization."""
 
-    def meet(self, call: Call) -> None:
+    def begin(self, call: Call) -> None:
         """Return when all ranks make this call. Raises OutOfStep."""
 
-    def conclude(self, part: Outcome | None, merge: Merge, to_all: bool) -> Outcome:
-        """The outcome of the call that ranks have met for.
+    def finish(self, part: CallResult | None, merge: Merge, to_all: bool) -> CallResult:
+        """Return the result of the call that has begun.
 
-        `part`: this rank's own, if it drives; `merge` makes one of all drivers' parts, on the root. Without
-        `to_all` only errors travel, and members get an empty outcome.
+        `part` is this rank's own result if the rank drives a replica. On the root, `merge` combines the parts
+        of all drivers. Without `to_all` the root sends only errors, and members get an empty result.
         """
 
-    def leave(self, farewell: Call) -> None:
-        """Tell the others that this rank calls nothing any more, and let go."""
+    def leave(self, final_call: Call) -> None:
+        """Tell the other ranks that this rank makes no further calls."""
 
     def await_end(self, timeout_s: float | None, say: Say) -> bool:
-        """On a member, after `leave`: wait for the root's; False after `timeout_s` seconds."""
+        """After `leave`, wait until the root has left too; return False after `timeout_s` seconds."""
 
 
-class Alone:
-    """For a single rank."""
+class SingleRankCallSync:
+    """The only rank of a job: nothing is sent."""
 
-    def meet(self, call: Call) -> None:
-        """Nobody else is to come."""
+    def begin(self, call: Call) -> None:
+        """Return at once."""
 
-    def conclude(self, part: Outcome | None, merge: Merge, to_all: bool) -> Outcome:
-        """The own part."""
+    def finish(self, part: CallResult | None, merge: Merge, to_all: bool) -> CallResult:
+        """Return this rank's own part."""
         assert part is not None
         return merge([part])
 
-    def leave(self, farewell: Call) -> None:
-        """Nobody is to be told."""
+    def leave(self, final_call: Call) -> None:
+        """Do nothing."""
 
     def await_end(self, timeout_s: float | None, say: Say) -> bool:
-        """Nobody is waited for."""
+        """Return at once."""
         return True
 
 
-class RootLines:
-    """Rank 0's end."""
+class RootCallSync:
+    """Rank 0: compares the calls, merges the results, and sends both outcomes to the members."""
 
     def __init__(
         self,
@@ -88,71 +89,63 @@ class RootLines:
         timeout_s: float,
         say: Say,
     ) -> None:
-        """`drivers`: the members that hand in a part of each result; `timeout_s`: for ranks to meet."""
+        """`drivers` are the members that send a part of each result; all ranks must call in `timeout_s`."""
         self._me, self._drivers, self._outbox, self._inboxes = me, sorted(drivers), outbox, inboxes
-        self._hosts = {me.rank: me.hostname, **{rank: info.hostname for rank, info in members.items()}}
+        self._hostnames = {me.rank: me.hostname, **{rank: info.hostname for rank, info in members.items()}}
         self._timeout_s, self._say = timeout_s, say
 
-    def meet(self, call: Call) -> None:
+    def begin(self, call: Call) -> None:
         calls = {self._me.rank: call}
-        started = time.monotonic()
-        next_word = started + FIRST_WORD_S
+        wait = Wait(self._say, time.monotonic() + self._timeout_s)
         for rank, inbox in self._inboxes.items():
             while rank not in calls:
-                waited = time.monotonic() - started
-                if waited > self._timeout_s:
-                    self._give_up(call, calls)
-                if time.monotonic() > next_word:
-                    next_word += NEXT_WORD_S
-                    self._say(f"waiting for rank {rank} on {self._hosts[rank]} to call {call.method}()")
-                with suppress(TimeoutError):
-                    plain = inbox.dequeue(timeout=min(_SLICE_S, max(self._timeout_s - waited, 0.0)))
-                    calls[rank] = Call.from_plain(plain)
-                    if calls[rank].left:  # nothing more will come from there
-                        self._stop(disagreement(calls, self._hosts))
-        self._stop(disagreement(calls, self._hosts))
+                try:
+                    plain = inbox.dequeue(timeout=max(min(POLL_INTERVAL_S, wait.left), 0.0))
+                except TimeoutError:
+                    if wait.left <= 0:
+                        break  # read what the other ranks have sent meanwhile
+                    wait.pause(functools.partial(self._awaited, rank, call))
+                    continue
+                calls[rank] = Call.from_plain(plain)
+                if calls[rank].left:  # this rank sends nothing more, so do not wait for the others
+                    self._stop_if(disagreement(calls, self._hostnames))
+        missing = self._inboxes.keys() - calls.keys()
+        if missing:
+            absent = absence(call.number, calls, missing, self._hostnames)
+            self._stop_if(f"{absent} within {self._timeout_s:g} s")
+        self._stop_if(disagreement(calls, self._hostnames))
         self._outbox.enqueue(["go", call.number])
 
-    def _give_up(self, call: Call, calls: dict[int, Call]) -> None:
-        missing = []
-        for rank, inbox in self._inboxes.items():
-            if rank not in calls:
-                try:
-                    calls[rank] = Call.from_plain(inbox.dequeue(timeout=0.0))
-                except TimeoutError:
-                    missing.append(rank)
-        if missing:
-            self._stop(f"{absence(call.number, calls, missing, self._hosts)} within {self._timeout_s:g} s")
+    def _awaited(self, rank: int, call: Call) -> str:
+        return f"rank {rank} on {self._hostnames[rank]} to call {call.method}()"
 
-    def _stop(self, message: str | None) -> None:
-        if message is not None:
-            self._outbox.enqueue(["stop", message])
-            self._outbox.flush(_LAST_S)  # we may end now
-            raise OutOfStep(message)
+    def _stop_if(self, problem: str | None) -> None:
+        if problem is not None:
+            self._outbox.enqueue(["stop", problem])
+            self._outbox.flush(FLUSH_TIMEOUT_S)  # this process may end now
+            raise OutOfStep(problem)
 
-    def conclude(self, part: Outcome | None, merge: Merge, to_all: bool) -> Outcome:
+    def finish(self, part: CallResult | None, merge: Merge, to_all: bool) -> CallResult:
         assert part is not None
-        parts = [part]
-        for rank in self._drivers:
-            parts.append(Outcome.from_plain(self._inboxes[rank].dequeue(indefinite=True)))
+        sent = (self._inboxes[rank].dequeue(indefinite=True) for rank in self._drivers)
+        parts = [part, *map(CallResult.from_plain, sent)]
         try:
-            outcome = merge(parts)
-        except Exception as problem:  # members wait for a word, whatever it is
-            outcome = Outcome(error=problem)
-        told = outcome if to_all or outcome.error is not None else Outcome()
+            result = merge(parts)
+        except Exception as problem:  # the members wait for a result in any case
+            result = CallResult(error=problem)
         try:
-            self._outbox.enqueue(told.to_plain())
-        except SpmdError as problem:  # not sent, for it holds what may not cross, or is too long
-            outcome = Outcome(error=problem)
-            self._outbox.enqueue(outcome.to_plain())
-        if outcome.error is not None:
-            self._outbox.flush(_LAST_S)
-        return outcome
+            self._outbox.enqueue((result if to_all or result.error else CallResult()).to_plain())
+        except SpmdError as problem:  # not sent: it holds a class that is not allowed, or is too long
+            result = CallResult(error=problem)
+            self._outbox.enqueue(result.to_plain())
+        if result.error is not None:
+            self._outbox.flush(FLUSH_TIMEOUT_S)
+        return result
 
-    def leave(self, farewell: Call) -> None:
+    def leave(self, final_call: Call) -> None:
         with suppress(SpmdError):
-            self._outbox.enqueue(["left", farewell.to_plain()])
-        self._outbox.shutdown(_LAST_S)
+            self._outbox.enqueue(["left", final_call.to_plain()])
+        self._outbox.shutdown(FLUSH_TIMEOUT_S)
         for inbox in self._inboxes.values():
             inbox.shutdown()
 
@@ -160,61 +153,58 @@ class RootLines:
         return True
 
 
-class MemberLines:
-    """Any other rank's end."""
+class MemberCallSync:
+    """Any other rank: sends its calls to the root, and waits for the root's messages."""
 
     def __init__(
         self, me: RankInfo, root: RankInfo, sender: ReplySender, inbox: BroadcastInbox, timeout_s: float
     ) -> None:
         self._me, self._root, self._sender, self._inbox = me, root, sender, inbox
+        self._hostnames = {root.rank: root.hostname, me.rank: me.hostname}
         self._timeout_s = timeout_s
-        self._left: Call | None = None
+        self._root_left: Call | None = None
 
-    def meet(self, call: Call) -> None:
-        hosts = {self._root.rank: self._root.hostname, self._me.rank: self._me.hostname}
-        if self._left is not None:
-            raise OutOfStep(disagreement({self._root.rank: self._left, self._me.rank: call}, hosts) or "")
-        self._sender.enqueue(call.to_plain())
-        try:
-            kind, what = self._hear(self._timeout_s + LATER_S)
-        except TimeoutError:
-            told = absence(call.number, {self._me.rank: call}, [self._root.rank], hosts)
-            raise OutOfStep(f"{told} within {self._timeout_s:g} s") from None
-        if kind == "left":
-            self._left = Call.from_plain(what)
-            raise OutOfStep(disagreement({self._root.rank: self._left, self._me.rank: call}, hosts) or "")
-        if kind != "go":
-            raise OutOfStep(str(what))
-        assert what == call.number
+    def begin(self, call: Call) -> None:
+        if self._root_left is None:
+            self._sender.enqueue(call.to_plain())
+            try:
+                message: Any = self._inbox.dequeue(timeout=self._timeout_s + EXTRA_WAIT_S)
+            except TimeoutError:
+                absent = absence(call.number, {self._me.rank: call}, [self._root.rank], self._hostnames)
+                raise OutOfStep(f"{absent} within {self._timeout_s:g} s") from None
+            kind, content = message
+            if kind == "go":
+                assert content == call.number
+                return
+            if kind == "stop":
+                raise OutOfStep(str(content))
+            self._root_left = Call.from_plain(content)
+        calls = {self._root.rank: self._root_left, self._me.rank: call}
+        raise OutOfStep(disagreement(calls, self._hostnames) or "")
 
-    def _hear(self, timeout_s: float | None) -> Any:
-        return self._inbox.dequeue(timeout=timeout_s, indefinite=timeout_s is None)
-
-    def conclude(self, part: Outcome | None, merge: Merge, to_all: bool) -> Outcome:
+    def finish(self, part: CallResult | None, merge: Merge, to_all: bool) -> CallResult:
         if part is not None:
             try:
                 self._sender.enqueue(part.to_plain())
             except SpmdError as problem:
-                self._sender.enqueue(Outcome(error=problem).to_plain())
-        outcome = Outcome.from_plain(self._hear(None))
-        if outcome.error is not None and part is not None and part.error is not None:
-            return part  # with its traceback
-        return outcome
+                self._sender.enqueue(CallResult(error=problem).to_plain())
+        result = CallResult.from_plain(self._inbox.dequeue(indefinite=True))
+        if result.error is not None and part is not None and part.error is not None:
+            return part  # it has the traceback
+        return result
 
-    def leave(self, farewell: Call) -> None:
+    def leave(self, final_call: Call) -> None:
         with suppress(SpmdError):
-            self._sender.enqueue(farewell.to_plain())
+            self._sender.enqueue(final_call.to_plain())
 
     def await_end(self, timeout_s: float | None, say: Say) -> bool:
-        started = time.monotonic()
-        next_word = started + FIRST_WORD_S
+        wait = Wait(say, time.monotonic() + (FOREVER_S if timeout_s is None else timeout_s))
         try:
-            while timeout_s is None or time.monotonic() - started < timeout_s:
-                if time.monotonic() > next_word:
-                    next_word += NEXT_WORD_S
-                    say(f"waiting for the end of {self._root}")
-                with suppress(TimeoutError):
-                    self._hear(_SLICE_S)
+            while wait.left > 0:
+                try:
+                    self._inbox.dequeue(timeout=POLL_INTERVAL_S)
+                except TimeoutError:
+                    wait.pause(lambda: f"the end of {self._root}")
         except ChannelStopped:
             self._inbox.shutdown()
             self._sender.shutdown()
@@ -222,7 +212,7 @@ class MemberLines:
         return False
 
 
-def open_lines(
+def open_call_sync(
     store: Store,
     name: str,
     ranks: list[RankInfo],
@@ -234,21 +224,21 @@ def open_lines(
     timeout_s: float,
     join_timeout_s: float,
     say: Say,
-) -> Lines:
-    """Connect `ranks`, the root first; `name` is this star's own in the store. Raises SpmdError."""
+) -> CallSync:
+    """Connect `ranks`, of which the first is the root. `name` is a prefix in the store. Raises SpmdError."""
     if len(ranks) == 1:
-        return Alone()
+        return SingleRankCallSync()
     root, *others = ranks
     spec = ChannelSpec(name, tuple(map(str, ranks)), round_id, key, max_bytes=MAX_BYTES)
     place = {"interface": me.interface, "address": "" if me.interface else me.address}
     if me.rank == root.rank:
-        door = ReplyListener(me.address, round_id, key=key, max_bytes=MAX_BYTES)
-        put_json(store, f"{name}/address", [door.host, door.port])
-        inboxes = door.accept({info.rank: str(info) for info in others}, join_timeout_s, say)
+        listener = ReplyListener(me.address, round_id, key=key, max_bytes=MAX_BYTES)
+        put_json(store, f"{name}/address", [listener.host, listener.port])
+        inboxes = listener.accept({info.rank: str(info) for info in others}, join_timeout_s, say)
         outbox = open_outbox(store, spec, **place, join_timeout_s=join_timeout_s, say=say)  # type: ignore[arg-type]
         members = {info.rank: info for info in others}
         driving = [rank for rank in drivers if rank != me.rank]
-        return RootLines(me, members, driving, outbox, inboxes, timeout_s, say)
+        return RootCallSync(me, members, driving, outbox, inboxes, timeout_s, say)
     host, port = get_json(store, f"{name}/address", join_timeout_s, "the engine", str(root), say)
     sender = ReplySender(
         host,
@@ -262,4 +252,4 @@ def open_lines(
     )
     member = 1 + [info.rank for info in others].index(me.rank)
     inbox = open_inbox(store, spec, member, **place, join_timeout_s=join_timeout_s, say=say)  # type: ignore[arg-type]
-    return MemberLines(me, root, sender, inbox, timeout_s)
+    return MemberCallSync(me, root, sender, inbox, timeout_s)

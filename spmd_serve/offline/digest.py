@@ -1,8 +1,8 @@
-"""Whether two ranks mean the same by an argument: a hash that is equal in every process, and never fails.
+"""Compare arguments between ranks by a hash that is the same in every process and never fails.
 
-Text, numbers and containers count in full, so prompts are compared word for word. Tensors and arrays count
-by type and shape (their values may lie on a device, or differ between ranks on purpose), and what is not
-plain data by the name of its class: no memory address, no order of a set, no time may enter.
+Text, numbers and containers are hashed completely. Of tensors and arrays only the type and the shape are
+hashed, because the values may be on a device, or differ between ranks on purpose. Of other objects only the
+name of the class is hashed. No memory address, time, or order of a set enters the hash.
 """
 
 import array
@@ -14,28 +14,26 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, cast
 
 _SIZE = 16
-_DEEPEST = 30
-_SHOWN = 40
+_MAX_DEPTH = 30
+_SHOWN_CHARACTERS = 40
 
 Feed = Callable[[bytes], None]
 
 
 def digest(value: object) -> str:
-    """The hash of a value, as 32 hexadecimal digits. Fast where it matters: long texts, lists of tokens."""
+    """Return the hash of a value, 32 hexadecimal digits. Long texts and lists of tokens are fast."""
     running = hashlib.blake2b(digest_size=_SIZE)
     _feed(running.update, value, 0)
     return running.hexdigest()
 
 
 def describe(value: object) -> str:
-    """A value in a few words, for an error message."""
+    """Return a short description of a value for an error message."""
     if value is None or isinstance(value, bool | int | float | enum.Enum):
         return str(value)
     if isinstance(value, str):
-        return repr(value if len(value) <= _SHOWN else value[: _SHOWN - 1] + "…")
-    if isinstance(value, Mapping):
-        return f"{type(value).__name__} of {len(value)}"
-    if isinstance(value, bytes | Sequence | Set):
+        return repr(value if len(value) <= _SHOWN_CHARACTERS else value[: _SHOWN_CHARACTERS - 1] + "…")
+    if isinstance(value, bytes | Mapping | Sequence | Set):
         return f"{type(value).__name__} of {len(value)}"
     if _is_tensor(value):
         return f"{type(value).__name__} {_shape(value)}"
@@ -47,7 +45,7 @@ def describe(value: object) -> str:
 def _feed(feed: Feed, value: object, depth: int) -> None:
     try:
         _feed_known(feed, value, depth)
-    except Exception:  # whatever a foreign object does when it is looked at: its class is all we know of it
+    except Exception:  # an attribute of an unknown object may raise anything: hash its class only
         _tag(feed, "odd", _name(type(value)))
 
 
@@ -57,7 +55,7 @@ def _feed_known(feed: Feed, value: Any, depth: int) -> None:
         _tag(feed, "text", value)
     elif value is None or kind in (bool, int, float):
         _tag(feed, "number", repr(value))
-    elif depth > _DEEPEST:
+    elif depth > _MAX_DEPTH:
         _tag(feed, "deep", _name(kind))
     elif isinstance(value, enum.Enum):
         _tag(feed, "enum", f"{_name(kind)} {value.name}")
@@ -66,7 +64,7 @@ def _feed_known(feed: Feed, value: Any, depth: int) -> None:
         feed(bytes(value))
     elif _is_tensor(value):
         _tag(feed, "tensor", f"{_name(kind)} {value.dtype} {_shape(value)}")
-    elif isinstance(value, Sequence) and not isinstance(value, str):  # a column of a data set, too
+    elif isinstance(value, Sequence) and not isinstance(value, str):  # including a column of a data set
         _feed_sequence(feed, value, depth)
     elif isinstance(value, Mapping):
         _feed_unordered(feed, "mapping", value.items(), depth)
@@ -114,7 +112,7 @@ def _feed_fields(feed: Feed, name: str, fields: Mapping[str, object], depth: int
 
 
 def _fields(value: Any) -> dict[str, object] | None:
-    """What a data class, a msgspec struct or a pydantic model holds; None for anything else."""
+    """Return the fields of a dataclass, a msgspec struct or a pydantic model; None for other objects."""
     kind = type(value)
     if dataclasses.is_dataclass(kind):
         names: Sequence[str] = [field.name for field in dataclasses.fields(kind)]

@@ -1,7 +1,7 @@
-"""`llm.llm_engine` on every rank: what scripts written for vLLM look for there.
+"""`llm.llm_engine` on every rank, with the attributes that scripts written for vLLM use.
 
-Methods of vLLM's LLMEngine are collective calls here as well; the configuration, and this rank's own shard
-(`model_executor.driver_worker`), are there on every rank.
+Methods of vLLM's LLMEngine are collective calls. The configuration, and this rank's own shard
+(`model_executor.driver_worker`), are available on every rank.
 """
 
 import copy
@@ -16,30 +16,30 @@ from spmd_serve.offline.split_prompts import combine
 
 
 class ExecutorView:
-    """`llm_engine.model_executor`: this rank's shard, and calls of all shards."""
+    """`llm_engine.model_executor`: gives access to this rank's shard, and calls all shards."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     @property
     def driver_worker(self) -> Any:
-        """vLLM's worker of this rank (`.worker`, `.model_runner.model`): use it between calls only."""
+        """vLLM's worker of this rank (`.worker`, `.model_runner.model`); use it only between calls."""
         return self._session.shard.worker
 
     def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a worker's method on every rank; every rank calls this."""
+        """Run a worker method on every rank; a collective call."""
         return EngineView(self._session).collective_rpc(*args, **kwargs)
 
 
 class EngineView:
-    """Stands in for vLLM's LLMEngine."""
+    """Replacement for vLLM's LLMEngine."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     @property
     def vllm_config(self) -> Any:
-        """vLLM's configuration; its data-parallel numbers are this rank's, where the script gave a size."""
+        """vLLM's configuration; with this rank's data-parallel numbers if the script passed a size."""
         session = self._session
         config = copy.copy(session.config)
         if session.options.given["dp"] is not None:
@@ -55,21 +55,20 @@ class EngineView:
 
     @property
     def model_executor(self) -> ExecutorView:
-        """See `ExecutorView`."""
+        """The executor (see `ExecutorView`)."""
         return ExecutorView(self._session)
 
     def __getattr__(self, name: str) -> Any:
         method = inspect.getattr_static(LLMEngine, name, None)
         if name.startswith("_") or not inspect.isfunction(method):
             raise AttributeError(
-                f"llm_engine.{name} is not there: vLLM's engine is in the driver's rank only"
+                f"llm_engine has no attribute {name!r} here: vLLM's engine exists on the driver's rank only"
             )
         session = self._session
 
         def call(*args: Any, **kwargs: Any) -> Any:
             bound = inspect.signature(method).bind(None, *args, **kwargs).arguments
             arguments = {key: value for key, value in bound.items() if key != "self"}
-
             own = own_call(name, arguments)
 
             def run() -> Any:

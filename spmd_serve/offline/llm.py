@@ -25,27 +25,27 @@ class LLM(vllm.LLM):
     """vLLM's `LLM` under torchrun: every rank makes the same calls, and gets the same results.
 
     Arguments and methods are those of `vllm.LLM`; the sizes (`tensor_parallel_size` and so on) follow
-    torchrun's ranks as in `spmd_serve serve`. Beside them:
+    torchrun's ranks as in `spmd_serve serve`. In addition:
 
     outputs_on: "all" (default): every rank gets a call's result; "driver": only rank 0 does, others None.
-    call_timeout: seconds within which all ranks must make the same call (default 300); the work itself may
-    take as long as it takes.
+    call_timeout: seconds within which all ranks must make the same call (default 300); the time of the work
+    itself is not limited.
     join_timeout, rank_timeout, step_timeout, interface, control_backend, control_key_file,
     control_allow_class: as the flags of `spmd_serve serve`.
 
     Every public method is a collective call: all ranks make it, in the same order, with the same arguments;
-    else every rank gets an error that says who called what. `get_tokenizer`, `get_world_size` and
+    else every rank gets an error that names the call of each rank. `get_tokenizer`, `get_world_size` and
     `get_default_sampling_params` are not: any rank may call them at any time.
 
-    What is passed to `collective_rpc` and `apply_model` stays in its process: each shard runs the function
-    that its own rank has passed, with that rank's arguments, tensors too. The results of all ranks come back.
+    The arguments of `collective_rpc` and `apply_model` stay in their process: each shard runs the function
+    that its own rank has passed, with that rank's arguments and tensors. All ranks' results are returned.
 
-    With `data_parallel_size=N` prompts are spread over N replicas, and answers come back in order. With
+    With `data_parallel_size=N` prompts are split over N replicas, and results are returned in order. With
     `distributed_executor_backend="external_launcher"`, as in scripts for vLLM's own torchrun support, each
-    replica is given its own prompts by its ranks instead, and its answers go to its ranks alone.
+    replica gets its own prompts from its ranks instead, and only its ranks get the results.
 
-    `with LLM(...)`, `close()` and the end of the script all end it on every rank. Raises UsageError for
-    arguments that cannot work, with the same text on every rank.
+    The end of a `with` block, `close()` and the end of the script close it on every rank. Raises UsageError
+    for arguments that cannot work, with the same text on every rank.
     """
 
     def __init__(self, model: str, **arguments: Any) -> None:
@@ -61,18 +61,16 @@ class LLM(vllm.LLM):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """An LLM from EngineArgs; what has its default value there counts as not given."""
+        """Return an LLM from EngineArgs; an argument with its default value counts as not given."""
         fields = EngineArgs.__dataclass_fields__
         changed = {
             name: value for name, value in vars(engine_args).items() if _is_changed(fields[name], value)
         }
         return cls(**{"model": engine_args.model, **changed})
 
-    # What any rank knows by itself.
-
     @property
     def llm_engine(self) -> EngineView:
-        """See `EngineView`."""
+        """The engine (see `EngineView`)."""
         return EngineView(self._session)
 
     @property
@@ -82,7 +80,7 @@ class LLM(vllm.LLM):
 
     @property
     def worker(self) -> Any:
-        """vLLM's worker of this rank, with its part of the model: for use between calls."""
+        """vLLM's worker of this rank, with its part of the model; use it only between calls."""
         return self._session.shard.worker
 
     def get_tokenizer(self) -> Any:
@@ -105,9 +103,7 @@ class LLM(vllm.LLM):
         if replicas > 1 and method == "wait_for_completion":
             return self._gather_queued(arguments, everywhere)
 
-        def merge(values: list[Any]) -> Any:
-            return combine(method, values)
-
+        merge = functools.partial(combine, method)
         own = own_call(method, arguments)
 
         def run() -> Any:
@@ -139,13 +135,12 @@ class LLM(vllm.LLM):
         def run() -> Any:
             return self._run("wait_for_completion", arguments) if places[self._session.replica] else []
 
-        def merge(values: list[Any]) -> Any:
-            return gather(values, places)
-
-        return self._session.call("wait_for_completion", arguments, run, merge, everywhere)
+        return self._session.call(
+            "wait_for_completion", arguments, run, lambda values: gather(values, places), everywhere
+        )
 
     def _run(self, method: str, arguments: dict[str, Any]) -> Any:
-        """On a rank that drives: vLLM's own method. vLLM notes things in parameters, so it gets copies."""
+        """On a driver, call vLLM's own method, with copies of the parameters, which vLLM changes."""
         target = getattr(self._session.llm, method)
         signature = inspect.signature(target)
         bound = signature.bind_partial()
@@ -154,10 +149,8 @@ class LLM(vllm.LLM):
             bound.arguments[name] = _clone(value, known) if name in _PARAMS else value
         return target(*bound.args, **bound.kwargs)
 
-    # The end.
-
     def close(self) -> None:
-        """End it, on all ranks together; harmless when called again. Raises UsageError (see call_timeout)."""
+        """Close the LLM on all ranks together, at the first call. Raises UsageError (see call_timeout)."""
         self._drop.detach()
         self._session.close("has closed the LLM", self._session.options.call_timeout)
 
@@ -174,7 +167,7 @@ class LLM(vllm.LLM):
             return
         self._drop.detach()
         text = " ".join(f"{type(problem).__name__}: {problem}".split())
-        # The others may be elsewhere: they are told, but not waited for.
+        # Tell the other ranks, but do not wait for them: they may be busy.
         self._session.close(f"has left its with block by {text}", 0)
 
     def __repr__(self) -> str:
@@ -187,7 +180,7 @@ class LLM(vllm.LLM):
         session = self.__dict__.get("_session")
         if session is not None and session.llm is not None and not name.startswith("_"):
             return getattr(session.llm, name)
-        raise AttributeError(f"this LLM has no {name!r}, or not on a rank that does not drive")
+        raise AttributeError(f"this LLM has no attribute {name!r}, or only on a rank that drives a replica")
 
 
 def _collective(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What `LLM(...)` is given: our own arguments, vLLM's, and the sizes, which follow torchrun."""
+"""The arguments of `LLM(...)`: our own, vLLM's, and the sizes, which follow torchrun's ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,11 +20,11 @@ _SIZES = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "d
 
 @dataclass(frozen=True)
 class Options:
-    """Our part of the arguments.
+    """Our own arguments.
 
     outputs_on: "all" ranks get a call's result, or only the "driver" (others None).  call_timeout: seconds
-    for all ranks to make the same call.  external: the script was written for vLLM's external launcher, where
-    each replica is given its own prompts.  given: the sizes as given, None where not.
+    for all ranks to make the same call.  external: the script was written for vLLM's external launcher: each
+    replica gets its own prompts.  given: the sizes as given, None if not given.
     """
 
     outputs_on: str
@@ -34,9 +34,9 @@ class Options:
     given: Mapping[str, int | None]
 
     def layout(self, ranks_per_node: Sequence[int], hosts: Sequence[str]) -> Layout:
-        """The sizes of the run. Raises UsageError where they do not fit what torchrun started."""
+        """Return the layout of the ranks. Raises UsageError if the sizes do not match torchrun's ranks."""
         given = dict(self.given)
-        if self.external:  # there a size that is not given is 1, and what is left are replicas
+        if self.external:  # a size that is not given is 1, and the remaining ranks are replicas
             given["tp"], given["pp"] = given["tp"] or 1, given["pp"] or 1
         return Layout.resolve(
             ranks_per_node, given["tp"], given["pp"], given["dp"], fill_dp=self.external, hostnames=hosts
@@ -44,7 +44,7 @@ class Options:
 
 
 def split(arguments: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
-    """Our options, and vLLM's arguments without sizes. Raises UsageError for a wrong value of ours."""
+    """Return our options, and vLLM's arguments without sizes. Raises UsageError for an invalid option."""
     engine = dict(arguments)
     outputs_on = engine.pop("outputs_on", "all")
     if outputs_on not in OUTPUTS_ON:
@@ -74,11 +74,11 @@ def refuse(engine: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
 
 
 _ONLY_LLM = ("chat_template",)
-"""Arguments of vllm.LLM that are none of its engine."""
+"""Arguments of vllm.LLM that its engine does not take."""
 
 
 def engine_only(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of vLLM's engine among those of vllm.LLM."""
+    """Return those arguments of vllm.LLM that vLLM's engine takes."""
     return {name: value for name, value in engine.items() if name not in _ONLY_LLM}
 
 
@@ -96,5 +96,5 @@ def _flags(given: dict[str, Any]) -> Flags:
 
 
 def _without_none(engine: dict[str, Any]) -> dict[str, Any]:
-    """vllm.LLM takes None for "as usual", its engine's arguments mostly don't."""
+    """vllm.LLM accepts None for a default value; most arguments of its engine do not."""
     return {name: value for name, value in engine.items() if value is not None}

@@ -1,6 +1,6 @@
-"""The default process group: the script's own where it has one, else one that we make. It is never destroyed
+"""Use the script's default process group, or create one.
 
-by us while the script runs, though vLLM's shutdown would: the script may go on using it.
+The group is kept while the script runs, although vLLM's shutdown would destroy it: the script may use it.
 """
 
 from collections.abc import Iterator
@@ -19,19 +19,19 @@ from spmd_serve.topology import Cluster, RankInfo
 
 
 def describe_own() -> str:
-    """The script's default group, for the comparison between ranks."""
+    """Return a description of the script's default group, for the comparison between ranks."""
     return f"{dist.get_backend()}, {dist.get_world_size()} ranks" if dist.is_initialized() else "none"
 
 
 def check_own(me: RankInfo, cluster: Cluster) -> None:
-    """Raise UsageError where the script's default group, which vLLM will use, is not torchrun's world."""
+    """Raise UsageError if the script's default group does not have torchrun's ranks and numbers."""
     if not dist.is_initialized():
         return
     size, world = dist.get_world_size(), len(cluster.ranks)
     if size != world:
         raise UsageError(
             f"the script's default process group has {size} ranks, but torchrun started {world}: vLLM builds "
-            "its groups inside it, so give init_process_group() all ranks, or call it not at all"
+            "its groups inside it, so call init_process_group() with all ranks, or do not call it"
         )
     if dist.get_rank() != me.rank:
         raise UsageError(
@@ -41,9 +41,9 @@ def check_own(me: RankInfo, cluster: Cluster) -> None:
 
 
 def ensure(vllm_config: Any, store: TorchStore, me: RankInfo, cluster: Cluster) -> None:
-    """Make the default group unless there is one; all ranks are in it, those of all replicas too.
+    """Create the default group, with the ranks of all replicas, unless the script has one.
 
-    vLLM builds a replica's groups inside a larger world by itself (its "external data parallel").
+    vLLM creates the groups of a replica inside a larger group by itself (its "external data parallel").
     """
     if dist.is_initialized():
         return
@@ -60,7 +60,7 @@ def ensure(vllm_config: Any, store: TorchStore, me: RankInfo, cluster: Cluster) 
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """While vLLM cleans up: its order to destroy the default group is not carried out."""
+    """Keep the default group while vLLM cleans up: ignore calls that would destroy it."""
     destroy = dist.destroy_process_group
 
     def destroy_others(group: Any = None) -> None:

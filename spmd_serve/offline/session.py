@@ -1,8 +1,8 @@
-"""What one LLM of a script consists of on one rank: a shard, an engine if it drives, a line to the others.
+"""One LLM of a script on one rank: its shard, its engine if the rank drives, and its collective calls.
 
-Rank 0 is where all meet, and decides; the first rank of every replica drives that with vLLM's in-process
-engine. With an LLM for vLLM's external launcher each replica is a world of its own, with its first rank in
-the middle.
+Rank 0 compares the calls of all ranks and sends the result. The first rank of each replica drives the replica
+with vLLM's in-process engine. With an LLM for vLLM's external launcher the ranks of each replica synchronize
+among themselves, with the replica's first rank as the root.
 """
 
 import gc
@@ -25,11 +25,11 @@ from spmd_serve.errors import PeerLost, SpmdError, UsageError
 from spmd_serve.offline import options as given
 from spmd_serve.offline import process_group
 from spmd_serve.offline.call_check import Call, OwnCall
-from spmd_serve.offline.call_sync import Lines, OutOfStep, open_lines
-from spmd_serve.offline.executor import ScriptExecutor, Seat
+from spmd_serve.offline.call_sync import CallSync, OutOfStep, open_call_sync
+from spmd_serve.offline.executor import ExecutorContext, ScriptExecutor
 from spmd_serve.offline.moe_lockstep import Lockstep
 from spmd_serve.offline.options import Options
-from spmd_serve.offline.result import Outcome, allow_answers
+from spmd_serve.offline.result import CallResult, allow_results
 from spmd_serve.offline.script_job import ScriptJob
 from spmd_serve.offline.worker_thread import OWN_CALL, ShardThread
 from spmd_serve.rendezvous.preflight import agree, collect
@@ -44,13 +44,16 @@ _ENGINE_DEFAULTS = {name: field.default for name, field in EngineArgs.__dataclas
 
 
 class Session:
-    """Opened by all ranks together; `call` and `close` are collective too."""
+    """Created by all ranks together; `call` and `close` are collective too."""
 
     def __init__(self, options: Options, engine: Mapping[str, Any]) -> None:
-        """Meet, compare, load, connect. Raises SpmdError, with the same text on every rank, for a mistake."""
+        """Join the ranks, compare their arguments, load the model, and connect the ranks for calls.
+
+        Raises SpmdError, with the same message on every rank.
+        """
         log.set_up()
-        allow_answers()
-        # The engine core must be in this process; vLLM reads this when the engine is made.
+        allow_results()
+        # The engine core must run in this process; vLLM reads this when it creates the engine.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self.options = options
         self._job = ScriptJob.of_this_process(options.flags)
@@ -63,24 +66,24 @@ class Session:
         self._problem: SpmdError | None = None
         self.closed = False
         self.llm: Any = None
-        """vLLM's own LLM, on a rank that drives."""
+        """vLLM's own LLM, on ranks that drive a replica."""
         self.layout = self._agree(engine)
         self.lockstep: Lockstep | None = None
-        """For replicas that are no engines of their own."""
+        """Set if the replicas run the model together (mixture of experts)."""
         self.config = self._configure(engine)
         replica = self.layout.replica(self.me.rank)
         self.replica = replica
         self.is_driver = self.me.rank == self.layout.first_rank(replica)
         with self._job.reported():
             self._load(engine)
-            self._lines = self._connect()
+            self._call_sync = self._connect()
         self._job.opened(self)
         self.supported_tasks = self.call("get_supported_tasks", {}, lambda: self.llm.supported_tasks)
 
     # Opening.
 
     def _agree(self, engine: Mapping[str, Any]) -> Layout:
-        """The sizes; and nothing must differ between ranks that would make them differ later."""
+        """Return the layout, after a check that no argument differs between ranks. Raises UsageError."""
         job, membership = self._job, self._job.membership
         cluster = membership.cluster
         with job.voting("the arguments of LLM()"):
@@ -99,7 +102,7 @@ class Session:
         return layout
 
     def _configure(self, engine: Mapping[str, Any]) -> Any:
-        """vLLM's configuration for this rank's shard; vLLM checks everything that it can without loading."""
+        """Return vLLM's configuration for this rank's shard, checked as far as possible without loading."""
         config = None
         with self._job.voting("the engine's configuration"):
             vllm_compat.check()
@@ -138,10 +141,10 @@ class Session:
         self.shard = ShardThread(self.config, spec, self.me, membership.store, job.env, job.link, own)
         self.shard.load()
         if own is not None:
-            seat = Seat(spec, self.replica, own, self.shard, lambda: job.failing)
-            backend = ScriptExecutor.bound_to(seat)
+            context = ExecutorContext(spec, self.replica, own, self.shard, lambda: job.failing)
+            backend = ScriptExecutor.bound_to(context)
             more: dict[str, Any] = self._sizes()
-            if together:  # no step before the last one is known
+            if together:  # a step must not start before the result of the previous one
                 more["async_scheduling"] = False
             self.llm = vllm.LLM(**{**engine, **more}, distributed_executor_backend=backend)
             if self.lockstep is not None:
@@ -151,7 +154,7 @@ class Session:
         membership, flags = self._job.membership, self._job.flags
         return JobSpec(
             backend=flags.control_backend,
-            lb="external",  # a replica's driver is on the node of its first rank
+            lb="external",  # a replica's driver runs on the node of its first rank
             store_host=membership.host,
             store_port=membership.port,
             round_id=membership.round_id,
@@ -169,17 +172,17 @@ class Session:
 
     @property
     def own_prompts(self) -> bool:
-        """Each replica is given its own prompts; unless they run the model together, they don't meet."""
+        """Each replica gets its own prompts from its ranks."""
         return self.options.external and self.layout.dp > 1
 
-    def _connect(self) -> Lines:
+    def _connect(self) -> CallSync:
         membership, layout = self._job.membership, self.layout
         apart = self.own_prompts and self.lockstep is None
         ranks = layout.replica_ranks(self.replica) if apart else range(layout.world_size)
         self._root = ranks[0]
         name = f"meeting/{self.replica if apart else 'all'}"
         key = self._job.key()
-        return open_lines(
+        return open_call_sync(
             membership.store,
             name,
             [membership.cluster.ranks[rank] for rank in ranks],
@@ -197,7 +200,7 @@ class Session:
         )
 
     def _say(self, text: str) -> None:
-        # The first rank of each host, and rank 1, which knows when rank 0 is the one that is waited for.
+        # The first rank of each node, and rank 1, which waits if rank 0 is the missing one.
         if self.me.local_rank == 0 or self.me.rank == 1:
             log.say(f"spmd_serve: {text}")
 
@@ -212,11 +215,11 @@ class Session:
         everywhere: bool = True,
         own: OwnCall | None = None,
     ) -> Any:
-        """Run a call that every rank makes; returns its result, or raises its error, on every rank.
+        """Run a call that every rank makes; return its result, or raise its error, on every rank.
 
-        `run` is called on ranks that drive; `merge` makes one result of theirs. Without `everywhere` only the
-        driver gets the result, others None. `own`: what `run_own` has this rank's shard do. Raises OutOfStep
-        when ranks do not make the same call.
+        The ranks that drive a replica call `run`; `merge` combines their results. Without `everywhere` only
+        the driver gets the result, the others None. `own` is run by this rank's shard (see `run_own`).
+        Raises OutOfStep if the ranks do not make the same call.
         """
         if self._problem is not None:
             raise self._problem
@@ -229,59 +232,60 @@ class Session:
             if own is not None:
                 self.shard.own_calls[self._number] = own
             try:
-                self._lines.meet(Call.of(self._number, method, arguments))
+                self._call_sync.begin(Call.of(self._number, method, arguments))
             except (OutOfStep, PeerLost) as problem:
                 self._problem = problem
                 if isinstance(problem, PeerLost):
                     self._job.await_root_cause()
                 raise
             part = self._run(run) if self.is_driver else None
-            return self._lines.conclude(part, lambda parts: _merged(parts, merge), everywhere).take()
+            return self._call_sync.finish(part, lambda parts: _merged(parts, merge), everywhere).take()
         finally:
             self._busy.release()
 
     def run_own(self, timeout_s: float | None) -> list[Any]:
-        """On a rank that drives, inside `call`: have every shard run its own rank's `own`; their results."""
+        """On a driver, inside `call`: run each rank's `own` on its shard, and return the results."""
         results: list[Any] = self.llm.collective_rpc(OWN_CALL, timeout_s, (self._number,))
         return results
 
-    def _run(self, run: Callable[[], Any]) -> Outcome:
+    def _run(self, run: Callable[[], Any]) -> CallResult:
         try:
-            outcome = Outcome(run())
+            result = CallResult(run())
         except Exception as problem:
-            outcome = Outcome(error=problem)
+            result = CallResult(error=problem)
         if self.lockstep is not None:
             self.lockstep.keep_up()
-        return outcome
+        return result
 
     # Closing.
 
     def close(self, action: str, wait_s: float | None) -> None:
-        """Leave, with all others; `action` tells them how ("has closed the LLM").
+        """Close the LLM together with all ranks; `action` describes the reason ("has closed the LLM").
 
-        Waits `wait_s` seconds (None: for ever) for the driver's end, which ends our shard. Raises OutOfStep.
+        Wait up to `wait_s` seconds (None: no limit) until the driver has stopped this rank's shard. Raises
+        OutOfStep after that time.
         """
         if self.closed:
             return
         self.closed = True
-        if self.shard.is_current:  # a garbage collection there
+        if self.shard.is_current:  # called by a garbage collection in the shard's thread
             threading.Thread(target=self._leave, args=(action,), daemon=True).start()
             return
         self._leave(action)
         if wait_s != 0:
-            self.finish(wait_s)
+            self.await_end(wait_s)
 
     def _leave(self, action: str) -> None:
-        self._lines.leave(Call(self._number + 1, action, {}, left=True))
+        self._call_sync.leave(Call(self._number + 1, action, {}, left=True))
         if self.llm is not None:
             with process_group.kept():
                 self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
 
-    def finish(self, wait_s: float | None) -> None:
-        """Wait until nothing of it is left in this process. Raises OutOfStep after `wait_s` seconds."""
-        # The lines first: their root waits for us to read its last word before it ends the shards.
-        late = None if self._lines.await_end(wait_s, self._say) else self._root
+    def await_end(self, wait_s: float | None) -> None:
+        """Wait until this process has released the LLM. Raises OutOfStep after `wait_s` seconds."""
+        # The root stops the shards only after this rank has read its last message.
+        late = None if self._call_sync.await_end(wait_s, self._say) else self._root
         if late is None and not self.shard.join(wait_s):
             late = self.layout.first_rank(self.replica)
         if late is not None:
@@ -293,9 +297,9 @@ class Session:
         gc.collect()
 
     def end_with_script(self) -> None:
-        """At the script's end: close it, and wait for the others' end, however long their scripts go on."""
+        """Close the LLM at the end of the script, and wait without a limit until the other ranks end too."""
         self.close("has ended its script", 0)
-        self.finish(None)
+        self.await_end(None)
 
 
 def _build(arguments: Mapping[str, Any]) -> Any:
@@ -305,8 +309,8 @@ def _build(arguments: Mapping[str, Any]) -> Any:
         )
 
 
-def _merged(parts: list[Outcome], merge: Callable[[list[Any]], Any]) -> Outcome:
+def _merged(parts: list[CallResult], merge: Callable[[list[Any]], Any]) -> CallResult:
     for part in parts:
         if part.error is not None:
             return part
-    return Outcome(merge([part.value for part in parts]))
+    return CallResult(merge([part.value for part in parts]))

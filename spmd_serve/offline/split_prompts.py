@@ -1,4 +1,4 @@
-"""Data parallel: which prompts a replica answers, and how the parts become one answer again. Pure."""
+"""Split prompts over data-parallel replicas, and merge their results. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
@@ -16,24 +16,26 @@ PROMPTS: Mapping[str, tuple[str, ...]] = {
     "enqueue_chat": ("messages",),
     "score": ("data_1", "data_2"),
 }
-"""Methods whose work is spread, and the arguments that hold it."""
+"""Methods whose prompts are split, and the arguments that hold the prompts."""
 
 ALONGSIDE = ("sampling_params", "pooling_params", "params", "lora_request", "priority")
-"""Arguments that may have one item a prompt."""
+"""Arguments that may hold one item per prompt."""
 
 PER_RANK = ("collective_rpc", "apply_model")
-"""Methods that answer with one item a rank."""
+"""Methods that return one item per rank."""
 
 
 def spread(method: str, arguments: Arguments, replicas: int) -> list[tuple[Arguments | None, list[int]]]:
-    """For each replica its arguments (None: nothing to do) and the places of its answers.
+    """Return for each replica its arguments (None: nothing to do) and the positions of its results.
 
-    Prompts go to the replicas in turn, so that neighbours in a list sorted by length are on different ones.
-    What is not a list of prompts, such as a single one, is the first replica's alone.
+    Prompts go to the replicas in turn, so that neighbours in a list sorted by length go to different ones.
+    A single prompt goes to the first replica.
     """
     works = [name for name in PROMPTS[method] if _is_list(method, arguments.get(name))]
     count = max((len(arguments[name]) for name in works), default=0)
-    works = [name for name in works if len(arguments[name]) == count]  # the others hold one for all
+    works = [
+        name for name in works if len(arguments[name]) == count
+    ]  # the others hold one item for all prompts
     if count < 2:
         everything = list(range(count)) if works else [0]
         return [(arguments, everything), *((None, []) for _ in range(replicas - 1))]
@@ -52,7 +54,7 @@ def spread(method: str, arguments: Arguments, replicas: int) -> list[tuple[Argum
 
 
 def gather(parts: Sequence[Sequence[Any]], places: Sequence[Sequence[int]]) -> list[Any]:
-    """The replicas' answers in the order of the prompts."""
+    """Return the replicas' results in the order of the prompts."""
     whole: list[Any] = [None] * sum(map(len, places))
     for answers, where in zip(parts, places, strict=True):
         for place, answer in zip(where, answers, strict=True):
@@ -61,7 +63,7 @@ def gather(parts: Sequence[Sequence[Any]], places: Sequence[Sequence[int]]) -> l
 
 
 def combine(method: str, parts: Sequence[Any]) -> Any:
-    """The answers of replicas that all did the same: one item a rank, whether all say yes, or the first."""
+    """Merge the results of replicas of the same call: one item per rank, all() of bools, else the first."""
     if method in PER_RANK:
         return [item for part in parts for item in part]
     if all(isinstance(part, bool) for part in parts):
@@ -70,7 +72,7 @@ def combine(method: str, parts: Sequence[Any]) -> Any:
 
 
 def _is_list(method: str, value: Any) -> bool:
-    """Whether it is several prompts: no text, no prompt as a dictionary or as tokens, no single chat."""
+    """Return whether `value` holds several prompts, rather than one text, token list, dict or chat."""
     if not _is_sequence(value):
         return False
     first = value[0] if len(value) else None
@@ -80,5 +82,5 @@ def _is_list(method: str, value: Any) -> bool:
 
 
 def _is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Also what only acts as a list, such as a column of a data set; no text, and no mapping."""
+    """Return whether `value` acts as a list (also a column of a data set), and is no text or mapping."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | Mapping)

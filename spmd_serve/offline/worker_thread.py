@@ -1,10 +1,10 @@
-"""A rank's shard in a script: in a thread of its own on every rank, for as long as the LLM is open.
+"""Run the shard of a script's rank in a thread of its own while the LLM is open.
 
-Why a thread, and always: the script's main thread stays free between calls (it may train, use its own process
-groups, or touch the shard's weights, which nobody uses then), the driver's heartbeats and its order to stop
-are heard whatever the script does, and all ranks are alike. What PyTorch keeps per thread (inference mode,
-CUDA device, number of OpenMP threads) is set in that thread. What vLLM keeps per process (its configuration
-while it builds a model) is safe because the driver builds its engine only when its shard is loaded.
+Every rank uses a thread. The script's main thread stays free between calls: it may train, use its own process
+groups, or change the shard's weights, which are not in use then. The thread receives the driver's heartbeats
+and its stop message at any time. PyTorch's state per thread (inference mode, CUDA device, number of OpenMP
+threads) is set in this thread. vLLM's state per process (its configuration while it builds a model) is not
+shared, because the driver creates its engine only after its shard is loaded.
 """
 
 import os
@@ -30,29 +30,27 @@ from spmd_serve.system import cores
 from spmd_serve.system.torchrun_env import TorchrunEnv
 from spmd_serve.topology import RankInfo
 
-_SLICE_S = 1.0
-
 OWN_CALL = "spmd_serve_own_call"
-"""Worker method that runs what this rank's own script has passed to `collective_rpc` (see `OwnCall`)."""
+"""Worker method that runs the function that this rank's script passed to `collective_rpc` (see `OwnCall`)."""
 
 
 class ScriptShard(TorchrunWorkerProc):
-    """A shard that leaves the script's process as it is."""
+    """A shard that does not change the settings of the script's process."""
 
     def __init__(
         self, *args: Any, loaded: Callable[[], None], own_calls: dict[int, OwnCall], **kwargs: Any
     ) -> None:
-        self._say_loaded = loaded
+        self._on_loaded = loaded
         self._own_calls = own_calls
         super().__init__(*args, **kwargs)
         setattr(self.worker, OWN_CALL, self._run_own_call)
 
     @staticmethod
     def setup_proc_title_and_log_prefix(enable_ep: bool) -> None:
-        """The process's name, and what it prints, are the script's."""
+        """Do nothing: the script keeps its process name, and its output has no prefix."""
 
     def _init_message_queues(self, input_shm_handle: Any, vllm_config: Any) -> None:
-        self._say_loaded()
+        self._on_loaded()
         super()._init_message_queues(input_shm_handle, vllm_config)
 
     def _run_own_call(self, number: int) -> Any:
@@ -63,7 +61,7 @@ class ScriptShard(TorchrunWorkerProc):
         if method in STEP_METHODS and self._loaded:
             super()._execute_worker_rpc(rpc_request)
             return
-        # A script's own methods may take as long as they like, also above the time of a step.
+        # A script's own methods may take longer than the timeout of a step.
         self._entry.state("loading")
         WorkerProc._execute_worker_rpc(self, rpc_request)
         if method == LAST_OF_LOADING:
@@ -72,7 +70,7 @@ class ScriptShard(TorchrunWorkerProc):
             self._entry.state("ready")
 
     def run(self) -> None:
-        """Run the driver's messages until it says stop; the script's objects are not frozen."""
+        """Run the driver's messages until it sends stop; the script's objects are not frozen."""
         assert self.rpc_broadcast_mq is not None and self.worker_response_mq is not None
         self.rpc_broadcast_mq.wait_until_ready()
         self.worker_response_mq.wait_until_ready()
@@ -85,7 +83,7 @@ class ScriptShard(TorchrunWorkerProc):
 
 
 class ShardThread:
-    """Loads the shard and obeys the driver, in the background."""
+    """Load the shard and run the driver's messages, in the background."""
 
     def __init__(
         self,
@@ -97,41 +95,33 @@ class ShardThread:
         link: WatcherLink,
         own: InProcessChannel | None,
     ) -> None:
-        """`own`: the way to the driver, on a rank that drives."""
+        """`own` is the channel to the driver if this rank drives a replica."""
         self._config, self._spec, self._me, self._store, self._env = vllm_config, spec, me, store, env
         self._link, self._own = link, own
         self._loaded = threading.Event()
         self._problem: BaseException | None = None
-        self._shard: ScriptShard | None = None
-        # A daemon: Python joins others before it calls the functions registered with atexit.
+        # A daemon thread: Python joins other threads before it calls the functions registered with atexit.
         self._thread = threading.Thread(target=self._run, name="spmd-shard", daemon=True)
         self.own_calls: dict[int, OwnCall] = {}
-        """By the number of the call that they belong to; taken from here when it is run."""
+        """By the number of the call; each one is removed when it is run."""
         self.worker: Any = None
-        """vLLM's worker, from `wait_loaded` on until the thread ends."""
+        """vLLM's worker, from the end of `load` until the thread ends."""
 
     def load(self) -> None:
-        """Start, and return when the shard is loaded. Raises what went wrong there."""
+        """Start the thread, and return when the shard is loaded. Raises the thread's exception."""
         self._thread.start()
         self._loaded.wait()
         if self._problem is not None:
             raise self._problem
 
-    def join(self, timeout_s: float | None, say: Callable[[], None] = lambda: None) -> bool:
-        """Wait for the driver's stop; False after `timeout_s` seconds. `say` is called every second."""
-        waited = 0.0
-        while self._thread.is_alive():
-            if timeout_s is not None and waited >= timeout_s:
-                return False
-            part = _SLICE_S if timeout_s is None else min(_SLICE_S, timeout_s - waited)
-            self._thread.join(part)
-            waited += part
-            say()
-        return True
+    def join(self, timeout_s: float | None) -> bool:
+        """Wait until the driver stops the shard; return False after `timeout_s` seconds."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in this thread."""
+        """Whether the caller runs in the shard's thread."""
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:
@@ -145,29 +135,24 @@ class ShardThread:
                 self._store,
                 self._link,
                 self._own,
-                loaded=self._is_loaded,
+                loaded=self._loaded.set,
                 own_calls=self.own_calls,
             )
-            self._shard = shard
             self.worker = shard.worker
-            torch.set_num_threads = set_num_threads  # vLLM's CPU worker has taken it from the whole process
+            torch.set_num_threads = set_num_threads  # vLLM's CPU worker has replaced it for the whole process
             check_layout(self._spec, self._me)
-            del shard
-            self._shard.run()
+            shard.run()
         except BaseException as problem:
             self._problem = problem
             if self._loaded.is_set():
                 traceback.print_exc()
                 self._link.failed(f"the shard's thread failed: {type(problem).__name__}: {problem}")
         finally:
-            self._shard = self.worker = None
+            self.worker = None
             self._loaded.set()
 
-    def _is_loaded(self) -> None:
-        self._loaded.set()
-
     def _place(self) -> None:
-        """This thread, and those that it starts, on the rank's share of the cores; the script's stay."""
+        """Bind this thread, and those that it starts, to the rank's share of the cores."""
         mine = cores.machine_share(self._spec.cluster, self._me, sorted(os.sched_getaffinity(0)))
         if mine:
             os.sched_setaffinity(0, mine)

@@ -49,7 +49,7 @@ def slow_handler(job: ScriptJob) -> None:
 
 
 def interrupt(job: ScriptJob) -> None:
-    """Ctrl-C is a KeyboardInterrupt as ever; a script that catches it goes on."""
+    """Ctrl-C is a KeyboardInterrupt as usual; a script that catches it goes on."""
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:
@@ -69,7 +69,7 @@ def killed(job: ScriptJob) -> None:
 
 
 def fork(job: ScriptJob) -> None:
-    """A forked child that ends in any way is no business of the job's."""
+    """A forked child that ends in any way does not affect the job."""
     pid = os.fork()
     if pid == 0:
         raise ValueError("in a child")
@@ -84,11 +84,11 @@ def thread(job: ScriptJob) -> None:
 
 
 class EndsWithOthers:
-    """An LLM: its end waits for the other ranks'."""
+    """An LLM whose end waits for the end of the other ranks."""
 
     closed = False
 
-    def finish(self, wait_s: float | None) -> None:
+    def await_end(self, wait_s: float | None) -> None:
         time.sleep(FOREVER_S)
 
     def end_with_script(self) -> None:
@@ -117,14 +117,14 @@ def exit_7(job: ScriptJob) -> None:
 
 
 def exit_raised(job: ScriptJob) -> None:
-    """Without sys.exit(), a SystemExit is a normal end for us; its code is torchrun's to see."""
+    """Without sys.exit(), a SystemExit counts as a normal end; only torchrun sees its code."""
     raise SystemExit(3)
 
 
 def unflushed(job: ScriptJob) -> None:
     """What rank 0 has printed before it is ended is not lost."""
     if RANK == 0:
-        sys.stdout.write("last words of rank 0\n")
+        sys.stdout.write("output of rank 0\n")
     raise_on_1(job)
 
 

@@ -1,4 +1,4 @@
-"""A script's ranks live and die together: real torchrun, real processes, no vLLM."""
+"""The ranks of a script end together: real torchrun, real processes, no vLLM."""
 
 import re
 import subprocess
@@ -83,7 +83,7 @@ def test_functions_registered_with_atexit_run_after_an_exception(tmp_path: Path)
 
 
 def test_what_was_printed_before_is_not_lost(tmp_path: Path) -> None:
-    assert "last words of rank 0" in run("unflushed", tmp_path / "log")[1]
+    assert "output of rank 0" in run("unflushed", tmp_path / "log")[1]
 
 
 def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
