@@ -289,7 +289,8 @@ class Journal:
     def _write_error(self, problem: OSError) -> str:
         return (
             f"the output {self.path} cannot be written: {problem.strerror}; "
-            f"{len(self.done)} answers are kept in it: remove the cause, then run the same command again to go on"
+            f"{len(self.done)} answers are kept in it: "
+            "remove the cause, then run the same command again to go on"
         )
 
 

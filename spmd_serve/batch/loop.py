@@ -44,7 +44,7 @@ DRAIN_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A line to answer. `place` counts lines without gaps; `fields` are copied into a plain prompt's answer."""
+    """A line to answer. `place` counts lines without gaps; `fields` are copied into a plain answer."""
 
     place: int
     line: BatchLine | BadRequestLine
