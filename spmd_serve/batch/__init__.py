@@ -1,4 +1,4 @@
-"""``spmd_serve batch``: files of requests in, files of answers out, nothing lost and nothing done twice.
+"""``spmd_serve batch``: answer files of requests; resumable, each line answered once.
 
     options = BatchOptions.from_namespace(namespace)  # BatchOptions.add_to(parser) made the flags
     prepared = prepare(options, flags, launch)  # before the model loads; UsageError says what is wrong

@@ -17,7 +17,7 @@ from spmd_serve.system.network import host_name
 GRACE_S = 3.0
 """Seconds to wait for a holder that may be dying: torchrun starts a new run as soon as it killed the old."""
 
-_RETRY_S = 0.1
+RETRY_INTERVAL_S = 0.1
 
 
 def open_locked(path: str, output: str, grace_s: float = GRACE_S) -> int:
@@ -47,7 +47,7 @@ def open_locked(path: str, output: str, grace_s: float = GRACE_S) -> int:
             os.close(fd)
             raise
         os.close(fd)
-        time.sleep(_RETRY_S)
+        time.sleep(RETRY_INTERVAL_S)
 
 
 def try_lock(fd: int) -> bool:

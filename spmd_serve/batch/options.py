@@ -7,6 +7,7 @@ from typing import Any
 from spmd_serve.errors import UsageError
 
 STDIO = "-"
+_STDOUT_PATHS = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 PLAIN_MAX_TOKENS = 256
 """Tokens for a plain prompt where --max-tokens is not given (the API's own 16 would cut every text)."""
@@ -108,9 +109,10 @@ class BatchOptions:
 
     @property
     def destination(self) -> str:
-        """The file, URL or ``-`` that gets the answers."""
+        """The file or URL for the answers, or ``-`` for standard output under any of its names."""
         assert self.output_file is not None
-        return self.output_file
+        # Standard output is redirected for log lines later, so its paths would name the wrong file.
+        return STDIO if self.output_file in _STDOUT_PATHS else self.output_file
 
     @property
     def is_plain(self) -> bool:

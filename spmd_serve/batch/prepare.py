@@ -1,27 +1,75 @@
-"""Everything that can fail before a model is loaded: flags, input, output, its lock, and whether both fit."""
+"""Checks before the model loads: flags, input, output, its lock, and whether an earlier run matches."""
 
 import hashlib
 import os
 import stat
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from urllib.parse import urlsplit
 
 from spmd_serve.batch.journal import Journal
 from spmd_serve.batch.options import STDIO, BatchOptions, is_url
 from spmd_serve.batch.outputs import FileOutput, Output, StreamOutput
-from spmd_serve.batch.records import Header
-from spmd_serve.batch.source import Source
+from spmd_serve.batch.records import StateHeader
+from spmd_serve.batch.source import InputSource
+from spmd_serve.config.flags import Flags
 from spmd_serve.errors import UsageError
+
+# Flags of placement, speed and observability, which may differ between two runs on one output.
+# Every other flag decides the answers.
+_NAMES = """
+aggregate_engine_logging all2all_backend api_key api_server_count async_scheduling block_size
+code_revision collect_detailed_traces config cp_kv_cache_interleave_size cpu_distributed_timeout_seconds
+cpu_offload_gb cpu_offload_params cudagraph_capture_sizes cudagraph_metrics custom_histogram_buckets
+decode_context_parallel_size device_ids disable_access_log_for_endpoints disable_custom_all_reduce
+disable_fastapi_docs disable_log_stats disable_uvicorn_access_log distributed_executor_backend
+distributed_timeout_seconds download_dir enable_chunked_prefill enable_expert_parallel enable_log_deltas
+enable_log_outputs enable_log_requests enable_prefix_caching enforce_eager
+gpu_memory_utilization headless help hf_token host ignore_patterns kv_cache_memory_bytes load_format
+log_config_file log_error_stack log_level logging_config long_prefill_token_threshold master_addr
+master_port max_cudagraph_capture_size max_log_len max_num_active_seqs max_num_batched_tokens
+max_num_queued_reqs max_num_queued_tokens max_num_scheduled_tokens max_num_seqs
+max_parallel_loading_workers middleware model_tag nnodes node_rank num_gpu_blocks_override
+otlp_traces_endpoint performance_mode pipeline_parallel_size port prefill_context_parallel_size
+profiler_config renderer_num_workers root_path scheduler_cls scheduling_policy
+show_hidden_metrics_for_version shutdown_timeout stream_interval tensor_parallel_size ubatch_size uds
+use_tqdm_on_load uvicorn_log_level watermark
+"""
+OPERATIONAL = frozenset(_NAMES.split())
+OURS = frozenset(item.name for options in (Flags, BatchOptions) for item in fields(options))
+OPERATIONAL_PREFIXES = (
+    "allow_credentials",
+    "allowed_headers",
+    "allowed_methods",
+    "allowed_origins",
+    "data_parallel_",
+    "dbo_",
+    "dp_",
+    "enable_dbo",
+    "enable_ssl",
+    "eplb",
+    "enable_eplb",
+    "grpc",
+    "h11_",
+    "jit_monitor",
+    "kv_cache_metrics",
+    "numa_",
+    "offload_",
+    "kv_offloading_",
+    "safetensors_",
+    "sse_",
+    "ssl_",
+)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Who runs us, to tell a restart by torchrun from a new command.
+    """The job that runs this batch, which tells a restart by torchrun from a new command.
 
-    `job` is the same before and after a restart and never again for another job (the agent's host, pid and
-    start time, say); empty: not known. `restarted`: torchrun says that this is not the first try.
+    `job` is unique to a job and stays the same across restarts on one node (hostname, pid and start time of
+    the torchrun agent); empty if unknown. `restarted` is true if any torchrun agent has restarted its ranks,
+    also if rank 0 has moved to another node.
     """
 
     job: str = ""
@@ -33,24 +81,24 @@ class Prepared:
     """An open input and a locked output. A forked child may use it in place of the process that made it."""
 
     options: BatchOptions
-    source: Source
+    source: InputSource
     output: Output
     total: int | None
-    """Lines to answer, those of earlier runs included; None for a pipe."""
+    """Number of lines, including those that earlier runs have answered; None for a pipe."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether every line is answered already, so that no model is needed."""
+        """Return whether every line is answered already, so that no model is needed."""
         return self.total is not None and len(self.output.done) == self.total
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the input and release the output. May be called twice."""
         self.output.close()
         self.source.close()
 
 
 def say(text: str) -> None:
-    """One line to the log of this rank."""
+    """Print one line to the log of this rank."""
     print(f"spmd_serve: {text}", file=sys.stderr, flush=True)
 
 
@@ -60,13 +108,13 @@ def prepare(
     launch: Launch = Launch(),
     say: Callable[[str], None] = say,
 ) -> Prepared:
-    """Open input and output, and find out what is done already. `flags`: vLLM's that decide the answers.
+    """Open the input and the output, and find the lines that are answered already.
 
-    Reads a whole input file once (and an earlier output), so takes about a second a gigabyte.
-    Raises UsageError in one line, and then leaves everything as it was.
+    `flags` are vLLM's flags that decide the answers. Reads the whole input file and an earlier output once,
+    about 1 GB per second. Raises UsageError with a one-line message, and changes no file then.
     """
     options.check()
-    source = Source.open(options.source, options.output_tmp_dir)
+    source = InputSource.open(options.source, options.output_tmp_dir)
     try:
         output, total = _open_output(options, source, {**options.fingerprint(), **(flags or {})}, launch, say)
     except BaseException:
@@ -77,7 +125,7 @@ def prepare(
 
 def _open_output(
     options: BatchOptions,
-    source: Source,
+    source: InputSource,
     flags: Mapping[str, str],
     launch: Launch,
     say: Callable[[str], None],
@@ -100,8 +148,14 @@ def _open_output(
                 "Run the command again, with the whole input, to go on"
             )
         content = source.identify()
-        header = Header(content, flags)
-        journal.start(header, job=launch.job, restart=options.restart, retry_failed=options.retry_failed)
+        header = StateHeader(content, flags)
+        journal.start(
+            header,
+            job=launch.job,
+            restarted=launch.restarted,
+            restart=options.restart,
+            retry_failed=options.retry_failed,
+        )
         complete = content is not None and len(journal.done) == content.lines
         if options.max_errors is not None and journal.failed > options.max_errors and not complete:
             raise UsageError(
@@ -117,7 +171,7 @@ def _open_output(
 
 
 def local_path(options: BatchOptions) -> str:
-    """The file that gets the answers. For a URL: named after it, without its query (signatures change)."""
+    """Return the file for the answers; for a URL, named after it without its query (signatures change)."""
     path = options.destination
     if not is_url(path):
         # The lock and the renames of a rewrite are for the file itself, whatever links lead to it.
@@ -136,7 +190,7 @@ def _is_stream(path: str) -> bool:
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
-def _check_path(path: str, source: Source) -> None:
+def _check_path(path: str, source: InputSource) -> None:
     directory = os.path.dirname(path) or "."
     if not os.path.isdir(directory):
         raise UsageError(f"the output's directory {directory} does not exist: make it first")
@@ -145,3 +199,19 @@ def _check_path(path: str, source: Source) -> None:
     for taken in (path, path + ".state"):
         if source.is_same_file(taken):
             raise UsageError(f"the output {path} would overwrite the input {source.name}: name another -o")
+
+
+def answer_flags(given: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, str]:
+    """Return vLLM's flags, by name, that differ from their defaults and may change an answer.
+
+    `given` holds a parsed namespace, `defaults` the parser's defaults; names that are not in `defaults` are
+    ignored, and so are the flags of `BatchOptions` (see `BatchOptions.fingerprint`). Parallel sizes are left
+    out, so that a run can continue on fewer GPUs; so are secrets.
+    """
+    shown = {}
+    for name, value in given.items():
+        if name not in defaults or value == defaults[name] or name in OPERATIONAL | OURS:
+            continue
+        if not name.startswith(OPERATIONAL_PREFIXES):
+            shown["--" + name.replace("_", "-")] = str(value)
+    return shown

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TextIO
 
-from spmd_serve.batch.request_lines import Outcome
+from spmd_serve.batch.request_lines import RequestOutcome
 
-LOG_EVERY_S = 10.0
-BAR_EVERY_S = 0.5
+LOG_INTERVAL_S = 10.0
+BAR_INTERVAL_S = 0.5
 _WINDOW_S = 60.0
 
 
@@ -31,7 +31,7 @@ class Rates(NamedTuple):
 
 
 @dataclass
-class Progress:
+class BatchProgress:
     """Counts of a run. `restored` lines (and their `failed`) come from earlier runs on this output."""
 
     total: int | None
@@ -52,7 +52,7 @@ class Progress:
         """Lines with an answer or an error, earlier runs included."""
         return self.restored + self.answered
 
-    def note(self, outcome: Outcome) -> None:
+    def note(self, outcome: RequestOutcome) -> None:
         """Count a line of this run."""
         self.answered += 1
         self.failed += outcome.failed
@@ -104,35 +104,35 @@ class Progress:
 
 
 class Display(Protocol):
-    """Shows a Progress; `update` is called every `every_s` seconds."""
+    """Shows a BatchProgress; `update` is called every `interval_s` seconds."""
 
-    every_s: float
+    interval_s: float
 
-    def update(self, progress: Progress) -> None: ...
-    def close(self, progress: Progress) -> None: ...
+    def update(self, progress: BatchProgress) -> None: ...
+    def close(self, progress: BatchProgress) -> None: ...
 
 
 class LogDisplay:
     """Plain lines."""
 
-    every_s = LOG_EVERY_S
+    interval_s = LOG_INTERVAL_S
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: BatchProgress) -> None:
         self._say(progress.line())
 
-    def close(self, progress: Progress) -> None:
+    def close(self, progress: BatchProgress) -> None:
         """The summary of the run says it all."""
 
 
 class BarDisplay:
     """A bar on a terminal."""
 
-    every_s = BAR_EVERY_S
+    interval_s = BAR_INTERVAL_S
 
-    def __init__(self, progress: Progress, stream: TextIO) -> None:
+    def __init__(self, progress: BatchProgress, stream: TextIO) -> None:
         from tqdm import tqdm  # type: ignore[import-untyped]  # its stubs are another package
 
         self._bar = tqdm(
@@ -145,7 +145,7 @@ class BarDisplay:
             smoothing=0.05,
         )
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: BatchProgress) -> None:
         rates = progress.rates()
         self._bar.set_postfix_str(
             f"{progress.failed:,} failed, {rates.tokens_in:,.0f} tok/s in, {rates.tokens_out:,.0f} out",
@@ -154,13 +154,13 @@ class BarDisplay:
         if not self._bar.update(progress.done - self._bar.n):
             self._bar.refresh()
 
-    def close(self, progress: Progress) -> None:
+    def close(self, progress: BatchProgress) -> None:
         """Leaves the bar on the screen, as it is at the end."""
         self.update(progress)
         self._bar.close()
 
 
-def display_for(progress: Progress, say: Callable[[str], None], stream: TextIO | None = None) -> Display:
+def display_for(progress: BatchProgress, say: Callable[[str], None], stream: TextIO | None = None) -> Display:
     """A bar where `stream` (standard error) is a terminal of some width, lines elsewhere."""
     stream = sys.stderr if stream is None else stream
     if stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0:

@@ -1,4 +1,4 @@
-"""Plain prompts: each line becomes a request, each answer a short line for people without the batch format.
+"""Plain prompts: convert each line to a request, and each answer to a short JSON line.
 
 Out: ``{"line": 3, "prompt": …, "text": …, "finish_reason": …, "usage": {…}, "error": null}``, where `line`
 counts the input's lines from 1. Other fields of a JSONL input line come back too. With --n above 1, text and
@@ -11,7 +11,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from spmd_serve.batch.options import PLAIN_MAX_TOKENS, BatchOptions
-from spmd_serve.batch.request_lines import BadLine, BatchLine, error_text, stand_in_id
+from spmd_serve.batch.request_lines import BadRequestLine, BatchLine, error_text, stand_in_id
 
 _NOT_SENT = ("chat", "system", "sampling_seed")
 _OURS = frozenset({"line", "prompt", "text", "finish_reason", "usage", "error"})
@@ -19,21 +19,23 @@ _OURS = frozenset({"line", "prompt", "text", "finish_reason", "usage", "error"})
 
 def parse_prompt(
     number: int, raw: bytes, options: BatchOptions
-) -> tuple[BatchLine | BadLine, Mapping[str, Any]]:
+) -> tuple[BatchLine | BadRequestLine, Mapping[str, Any]]:
     """The request for one line, and the fields of that line that come back with its answer."""
     if not options.is_jsonl:
         try:
             text = raw.rstrip(b"\r\n").decode()
         except UnicodeDecodeError as problem:
-            return BadLine(number, f"not UTF-8: {problem.reason} at byte {problem.start}"), {"prompt": None}
+            return BadRequestLine(number, f"not UTF-8: {problem.reason} at byte {problem.start}"), {
+                "prompt": None
+            }
         return _request(number, text, options), {"prompt": text}
     try:
         content = from_json(raw)
     except ValueError as problem:
-        return BadLine(number, f"not JSON: {problem}"), {"prompt": None}
+        return BadRequestLine(number, f"not JSON: {problem}"), {"prompt": None}
     prompt = content.get("prompt") if isinstance(content, dict) else None
     if not isinstance(prompt, str):
-        return BadLine(number, "not a JSON object with a text in the field 'prompt'"), {"prompt": None}
+        return BadRequestLine(number, "not a JSON object with a text in the field 'prompt'"), {"prompt": None}
     rest = {name: value for name, value in content.items() if name not in _OURS}
     return _request(number, prompt, options), {"prompt": prompt, **rest}
 

@@ -1,4 +1,4 @@
-"""What ``out.jsonl.state`` holds, as bytes: who has it open, what the run is, one record per finished answer.
+"""Binary format of ``out.jsonl.state``: the holder, the header, and one record per finished answer.
 
 - bytes 0 to 512: the holder: JSON, padded with spaces; rewritten by every run
 - then the header: JSON, its CRC-32 in hex, a newline; written once
@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from spmd_serve.batch.source import Fingerprint
+from spmd_serve.batch.source import InputFingerprint
 
 FORMAT = 1
 HOLDER_SIZE = 512
 RECORD_SIZE = 32
-LONGEST_ANSWER = 0xFFFF_FFFF
+MAX_ANSWER_BYTES = 0xFFFF_FFFF
 
 _BODY = struct.Struct("<QQIII")
 _CHECK = struct.Struct("<I")
@@ -25,7 +25,7 @@ _FAILED = 1
 
 
 class Record(NamedTuple):
-    """One line of the output: which input line it answers, and how to know it again."""
+    """One line of the output: the input line that it answers, its length and checksum."""
 
     number: int
     """The input's line, from 1."""
@@ -42,7 +42,7 @@ class Record(NamedTuple):
         return cls(number, digest, len(payload), zlib.crc32(payload), failed)
 
     def fits(self, data: bytes) -> bool:
-        """Whether `data` is the line that this record was written for."""
+        """Return whether `data` is the answer that this record describes."""
         return len(data) == self.length and zlib.crc32(data) == self.crc
 
     def pack(self) -> bytes:
@@ -51,7 +51,7 @@ class Record(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "Record | None":
-        """None for bytes that are no whole, intact record."""
+        """Decode a record; return None if the bytes are incomplete or damaged."""
         if len(data) != RECORD_SIZE:
             return None
         number, digest, length, crc, flags = _BODY.unpack_from(data)
@@ -61,10 +61,10 @@ class Record(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Header:
-    """What a run is. `swap` names a rewritten output (see `swap.py`)."""
+class StateHeader:
+    """The input and the flags of a run. `swap` names a rewritten output (see `rewrite.py`)."""
 
-    input: Fingerprint | None
+    input: InputFingerprint | None
     flags: Mapping[str, str]
     swap: str | None = None
 
@@ -74,8 +74,8 @@ class Header:
         return text + b" %08x\n" % zlib.crc32(text)
 
     @classmethod
-    def decode(cls, line: bytes) -> "Header | None":
-        """None for a line that is damaged or of another format."""
+    def decode(cls, line: bytes) -> "StateHeader | None":
+        """Decode a header line; return None if it is damaged or of another format."""
         text, _, check = line.rstrip(b"\n").rpartition(b" ")
         if not line.endswith(b"\n") or check != b"%08x" % zlib.crc32(text):
             return None
@@ -83,10 +83,10 @@ class Header:
         if content.get("spmd_serve batch") != FORMAT:
             return None
         known = content["input"]
-        return cls(None if known is None else Fingerprint(**known), content["flags"], content["swap"])
+        return cls(None if known is None else InputFingerprint(**known), content["flags"], content["swap"])
 
-    def changes(self, now: "Header") -> list[str]:
-        """What differs in `now`, in words."""
+    def changes(self, now: "StateHeader") -> list[str]:
+        """Describe each difference between this header and `now`."""
         found = []
         if (self.input is None) != (now.input is None):
             kinds = {True: "a pipe", False: "a file"}
@@ -108,7 +108,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that has an output open. `job` names its torchrun agent's life; empty without one."""
+    """The process that has an output open. `job` identifies its torchrun agent; empty without it."""
 
     pid: int
     host: str
@@ -123,7 +123,7 @@ class Holder:
 
     @classmethod
     def decode(cls, data: bytes) -> "Holder | None":
-        """None where nobody can be read."""
+        """Decode a holder; return None if there is none or it is damaged."""
         try:
             return cls(**json.loads(data))
         except (ValueError, TypeError):

@@ -20,7 +20,7 @@ class BatchLine:
 
 
 @dataclass(frozen=True, slots=True)
-class BadLine:
+class BadRequestLine:
     """A line that cannot be asked, and why. `custom_id` is None where the line has none that can be used."""
 
     number: int
@@ -28,7 +28,7 @@ class BadLine:
     custom_id: str | None = None
 
 
-class Outcome(NamedTuple):
+class RequestOutcome(NamedTuple):
     """What the run counts of an answered line; tokens are 0 where the answer does not say."""
 
     failed: bool
@@ -36,28 +36,28 @@ class Outcome(NamedTuple):
     tokens_out: int
 
 
-def parse_line(number: int, raw: bytes) -> BatchLine | BadLine:
+def parse_line(number: int, raw: bytes) -> BatchLine | BadRequestLine:
     """Read a line of the OpenAI batch format. The body is left for its endpoint to check."""
     try:
         content = from_json(raw)
     except ValueError as problem:
-        return BadLine(number, f"not JSON: {problem}")
+        return BadRequestLine(number, f"not JSON: {problem}")
     if not isinstance(content, dict):
-        return BadLine(number, f"not a JSON object but {_kind(content)}")
+        return BadRequestLine(number, f"not a JSON object but {_kind(content)}")
     if "custom_id" not in content:
-        return BadLine(number, "custom_id is missing")
+        return BadRequestLine(number, "custom_id is missing")
     custom_id = content["custom_id"]
     if not isinstance(custom_id, str):
-        return BadLine(number, f"custom_id must be a text, not {_kind(custom_id)}")
+        return BadRequestLine(number, f"custom_id must be a text, not {_kind(custom_id)}")
     for name in ("method", "url"):
         if not isinstance(content.get(name), str):
             what = "is missing" if name not in content else f"must be a text, not {_kind(content[name])}"
-            return BadLine(number, f"{name} {what}", custom_id)
+            return BadRequestLine(number, f"{name} {what}", custom_id)
     if not isinstance(content.get("body"), dict):
         what = (
             "is missing" if "body" not in content else f"must be a JSON object, not {_kind(content['body'])}"
         )
-        return BadLine(number, f"body {what}", custom_id)
+        return BadRequestLine(number, f"body {what}", custom_id)
     return BatchLine(number, custom_id, content["url"], content["body"], content["method"])
 
 
@@ -71,7 +71,7 @@ def error_output(custom_id: str, error: object, status_code: int = 400) -> dict[
     }
 
 
-def bad_line_output(line: BadLine) -> dict[str, Any]:
+def bad_line_output(line: BadRequestLine) -> dict[str, Any]:
     """The output object of a line that was not asked. One without a usable custom_id goes by ``line-N``."""
     return error_output(stand_in_id(line.number) if line.custom_id is None else line.custom_id, line.reason)
 
@@ -88,12 +88,12 @@ def stand_in_id(number: int) -> str:
     return f"line-{number}"
 
 
-def outcome_of(output: Mapping[str, Any]) -> Outcome:
+def outcome_of(output: Mapping[str, Any]) -> RequestOutcome:
     """What an output object says of itself."""
     response = output.get("response") or {}
     failed = output.get("error") is not None or not response or response.get("status_code", 200) >= 400
     usage = (response.get("body") or {}).get("usage") or {}
-    return Outcome(failed, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+    return RequestOutcome(failed, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
 
 
 def error_text(output: Mapping[str, Any]) -> str | None:

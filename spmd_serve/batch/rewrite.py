@@ -12,7 +12,7 @@ from glob import escape, glob
 from uuid import uuid4
 
 from spmd_serve.batch.lock import try_lock
-from spmd_serve.batch.records import HOLDER_SIZE, RECORD_SIZE, Header, Record
+from spmd_serve.batch.records import HOLDER_SIZE, RECORD_SIZE, Record, StateHeader
 
 _BUFFER = 1 << 20
 
@@ -29,7 +29,7 @@ class Rewritten:
 
 
 def rewrite(
-    path: str, out: int, state: int, header: Header, pieces: Iterable[tuple[Record, int]]
+    path: str, out: int, state: int, header: StateHeader, pieces: Iterable[tuple[Record, int]]
 ) -> Rewritten:
     """Write the lines of `out` that `pieces` name (with their offsets) to new files, and put these in place.
 
@@ -75,7 +75,7 @@ def rewrite(
     return Rewritten(out_fd, state_fd, out_end, len(top), state_end)
 
 
-def finish(path: str, header: Header) -> bool:
+def finish(path: str, header: StateHeader) -> bool:
     """Do the second rename where it is due, and remove what a rewrite that came to nothing has left.
 
     Whether the output was replaced.

@@ -1,14 +1,14 @@
-"""What a run remembers of every line: which are done, which ids were used. Compact, for millions of them."""
+"""Compact sets of finished line numbers and of used ids, for millions of lines."""
 
 from array import array
 from hashlib import blake2b
 
 _SHARDS = 256
-_FIRST_SLOTS = 64
+_INITIAL_ENTRIES = 64
 
 
 def digest_of(data: bytes) -> int:
-    """A 64-bit fingerprint: among a million different lines two are alike with a probability of 3e-8."""
+    """Return a 64-bit hash: among a million different lines two are alike with a probability of 3e-8."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -27,7 +27,7 @@ class LineSet:
         return byte < len(self._bits) and bool(self._bits[byte] >> (number & 7) & 1)
 
     def add(self, number: int) -> bool:
-        """Whether it was new."""
+        """Add a number; return whether it was new."""
         byte, bit = number >> 3, 1 << (number & 7)
         if byte >= len(self._bits):
             self._bits.extend(bytes(max(byte + 1 - len(self._bits), len(self._bits), 64)))
@@ -37,8 +37,13 @@ class LineSet:
         self._count += 1
         return True
 
+    def remove(self, number: int) -> None:
+        """Remove a number that is in the set."""
+        self._bits[number >> 3] &= ~(1 << (number & 7))
+        self._count -= 1
+
     def highest(self) -> int:
-        """The highest number in the set; 0 where it is empty."""
+        """Return the highest number in the set, or 0 if it is empty."""
         byte = len(self._bits.rstrip(b"\0")) - 1
         return byte * 8 + self._bits[byte].bit_length() - 1 if byte >= 0 else 0
 
@@ -51,17 +56,17 @@ class IdTable:
         self._shards = [_Shard() for _ in range(_SHARDS)]
 
     def first_use(self, name: str, number: int) -> int | None:
-        """The line that used `name` before; None when there was none: then `number` is remembered for it."""
+        """Return the line that used `name` first; if there is none, record `number` and return None."""
         digest = digest_of(name.encode("utf-8", "surrogatepass")) or 1
         return self._shards[digest % _SHARDS].put(digest, number)
 
 
 class _Shard:
-    """Open addressing in two flat arrays; digest 0 is an empty slot."""
+    """Open addressing in two flat arrays; digest 0 marks an empty entry."""
 
     def __init__(self) -> None:
-        self._digests = array("Q", bytes(8 * _FIRST_SLOTS))
-        self._numbers = array("L", bytes(array("L").itemsize * _FIRST_SLOTS))
+        self._digests = array("Q", bytes(8 * _INITIAL_ENTRIES))
+        self._numbers = array("L", bytes(array("L").itemsize * _INITIAL_ENTRIES))
         self._used = 0
 
     def put(self, digest: int, number: int) -> int | None:

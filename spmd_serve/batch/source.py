@@ -21,7 +21,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
-class Fingerprint:
+class InputFingerprint:
     """What tells one input from another. `lines` are those that are not blank."""
 
     size: int
@@ -32,7 +32,7 @@ class Fingerprint:
         return asdict(self)
 
 
-class Source:
+class InputSource:
     """An open input. A pipe's content is known only once it has been read."""
 
     def __init__(self, name: str, fd: int, *, is_pipe: bool) -> None:
@@ -41,7 +41,7 @@ class Source:
         self._fd = fd
 
     @classmethod
-    def open(cls, name: str, spool_dir: str | None = None) -> "Source":
+    def open(cls, name: str, spool_dir: str | None = None) -> "InputSource":
         """Open a path, an http(s) URL (fetched to an unnamed file in `spool_dir`), or ``-``.
 
         Raises UsageError when it cannot be read.
@@ -63,7 +63,7 @@ class Source:
             os.close(fd)
             raise
 
-    def identify(self) -> Fingerprint | None:
+    def identify(self) -> InputFingerprint | None:
         """Read a file once through; None for a pipe. Raises UsageError when it cannot be read."""
         try:
             return None if self.is_pipe else _fingerprint(self._fd)
@@ -138,7 +138,7 @@ async def ready(fd: int, *, writing: bool) -> None:
         (loop.remove_writer if writing else loop.remove_reader)(fd)
 
 
-def _fingerprint(fd: int) -> Fingerprint:
+def _fingerprint(fd: int) -> InputFingerprint:
     digest, size, count = hashlib.sha256(), 0, 0
     with open(fd, "rb", buffering=1 << 20, closefd=False) as file:
         file.seek(0)
@@ -149,7 +149,7 @@ def _fingerprint(fd: int) -> Fingerprint:
                 continue
             size += len(line)
             count += not line.isspace()
-    return Fingerprint(size, digest.hexdigest(), count)
+    return InputFingerprint(size, digest.hexdigest(), count)
 
 
 def _fetch(url: str, spool_dir: str | None) -> int:

@@ -1,12 +1,12 @@
-"""``spmd_serve batch``: the launch of `serve`, with a file of requests in the place of the HTTP door."""
+"""``spmd_serve batch``: the launch of `serve`, with a file of requests in place of the HTTP server."""
 
 import argparse
 import asyncio
 import os
 
 from spmd_serve.batch import BatchOptions, Launch, Prepared, finish_batch, prepare, run_batch_with_engine
-from spmd_serve.batch.fingerprint import answer_flags
 from spmd_serve.batch.outputs import take_stdout
+from spmd_serve.batch.prepare import answer_flags
 from spmd_serve.commands.serve import job_spec, print_table, run_shard
 from spmd_serve.commands.startup import agree, engine_config
 from spmd_serve.config.flags import PreparsedArgs
@@ -20,37 +20,40 @@ from spmd_serve.system.network import host_name
 from spmd_serve.system.report import report
 from spmd_serve.system.signals import ignore_ending_signals
 
+RESTARTED_KEY = "batch/restarted"
+
 
 class BatchJob(Job):
-    """A job that has not done what it was started for when it ends early."""
+    """A job that has not done what it was started for when it ends preparsed."""
 
     early_end = Stopped("the batch was stopped before its end: run the same command again to go on")
     may_restart = False
-    """Whether one of the agents may start its ranks again."""
+    """Whether any torchrun agent may restart its ranks."""
 
     def exit_code(self, code: int) -> int:
-        """torchrun takes all but 0 for a failure, and starts the job again where it may.
+        """Return 0 for failed lines if torchrun may restart the job, and `code` otherwise.
 
-        A finished run must not be answered by that, so failed lines have a code of their own only without.
+        torchrun takes every code but 0 for a failure, and would restart a finished run.
         """
         return ExitCode.OK if code == ExitCode.LINES_FAILED and self.may_restart else code
 
 
-def batch(early: PreparsedArgs) -> int:
-    """Answer a file of requests; returns the exit code (see `final_exit_code`)."""
-    if early.wants_help:
-        return print_help(early)
-    if early.flags.lb != "internal":
+def batch(preparsed: PreparsedArgs) -> int:
+    """Answer a file of requests. Return the exit code (see `final_exit_code`)."""
+    if preparsed.wants_help:
+        return print_help(preparsed)
+    if preparsed.flags.lb != "internal":
         raise UsageError(
-            f"--lb {early.flags.lb} is about HTTP endpoints, and batch has none: leave it out (lines go to "
-            "all replicas)"
+            f"--lb {preparsed.flags.lb} is about HTTP endpoints, and batch has none: leave it out "
+            "(lines go to all replicas)"
         )
     take_stdout()  # ranks share it, and one of them may write answers there
     fork_engines = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
-    job = BatchJob.enter(early.flags)
+    job = BatchJob.enter(preparsed.flags)
     with job.reported():
         open_probes(job)
-        args, layout = agree(job, early, BatchOptions.add_to)
+        note_restart(job)  # before `agree`, which is a barrier
+        args, layout = agree(job, preparsed, BatchOptions.add_to)
         options = BatchOptions.from_namespace(args)
         prepared = open_files(job, args, options)
         if is_complete(job, prepared):
@@ -70,18 +73,24 @@ def batch(early: PreparsedArgs) -> int:
         return final_exit_code(job, options, end(job, child, args.shutdown_timeout))
 
 
-def print_help(early: PreparsedArgs) -> int:
-    """All flags: ours and the batch's first, then vLLM's."""
+def print_help(preparsed: PreparsedArgs) -> int:
+    """Print all flags: ours and those of `batch` first, then vLLM's."""
     from spmd_serve.engine.config import make_parser
 
-    make_parser(BatchOptions.add_to).parse_args(list(early.rest))
+    make_parser(BatchOptions.add_to).parse_args(list(preparsed.rest))
     return ExitCode.OK
+
+
+def note_restart(job: BatchJob) -> None:
+    """Tell rank 0 if torchrun has restarted this rank: rank 0's own agent may be new to the job."""
+    if job.env.restart_count > 0:
+        answered(lambda: job.membership.store.add(RESTARTED_KEY, 1))
 
 
 def open_files(job: BatchJob, args: argparse.Namespace, options: BatchOptions) -> Prepared | None:
     """On rank 0: open the input, lock the output, compare both with what an earlier run left.
 
-    A download, or a terabyte to compare, takes as long as it takes; the others wait.
+    The other ranks wait without a deadline: a download or a large comparison may take long.
     """
     from spmd_serve.engine.config import make_parser
 
@@ -92,7 +101,8 @@ def open_files(job: BatchJob, args: argparse.Namespace, options: BatchOptions) -
     with job.voting("the batch's files", FOREVER_S):
         if job.membership.me.rank == 0:
             agent = job.env.agent_pid
-            launch = Launch(f"{host_name()}:{agent}:{started_ticks(agent)}", job.env.restart_count > 0)
+            restarted = job.env.restart_count > 0 or answered(lambda: store.add(RESTARTED_KEY, 0)) > 0
+            launch = Launch(f"{host_name()}:{agent}:{started_ticks(agent)}", restarted)
             defaults = {action.dest: action.default for action in make_parser(BatchOptions.add_to)._actions}
             prepared = prepare(options, answer_flags(vars(args), defaults), launch)
     # Each agent counts restarts for itself, and all ranks must end alike. The vote above is a barrier.
@@ -101,7 +111,7 @@ def open_files(job: BatchJob, args: argparse.Namespace, options: BatchOptions) -
 
 
 def is_complete(job: Job, prepared: Prepared | None) -> bool:
-    """Whether an earlier run has answered every line; all ranks know, as none needs to load a model then."""
+    """Return, on all ranks, whether an earlier run has answered every line, so that no model is loaded."""
     from spmd_serve.rendezvous.join import get_json, put_json
 
     store, key = job.membership.store, "batch/complete"
@@ -111,7 +121,7 @@ def is_complete(job: Job, prepared: Prepared | None) -> bool:
 
 
 def finish(job: Job, prepared: Prepared | None) -> int:
-    """Nothing is left to ask: sort, upload and sum up on rank 0, then leave together."""
+    """Sort, upload and summarize the complete output on rank 0; then all ranks leave together."""
     from spmd_serve.rendezvous.join import get_json, leave_together, put_json
 
     store, key = job.membership.store, "batch/finished"
@@ -121,7 +131,9 @@ def finish(job: Job, prepared: Prepared | None) -> int:
         code = asyncio.run(finish_batch(prepared))
         put_json(store, key, code)
     job.serving, job.end_code = True, code
-    leave_together(store, "batch/told", len(job.membership.cluster.ranks))  # or some take the end for early
+    leave_together(
+        store, "batch/final-code", len(job.membership.cluster.ranks)
+    )  # else a rank could take it for an early end
     if prepared is None:
         job.leave_together(job.flags.join_timeout)
     else:
@@ -130,7 +142,7 @@ def finish(job: Job, prepared: Prepared | None) -> int:
 
 
 def final_exit_code(job: BatchJob, options: BatchOptions, code: int) -> int:
-    """What this rank ends with after its part of the run, and the cause for torchrun's summary."""
+    """Return the exit code of this rank, and report the cause for torchrun's summary."""
     exit_code = job.exit_code(code)
     if code == ExitCode.STOPPED:
         report(SpmdError("stopped before the end of the input: see the log above"), quiet=True)
@@ -144,7 +156,7 @@ def final_exit_code(job: BatchJob, options: BatchOptions, code: int) -> int:
 
 
 def run_in_child(args: argparse.Namespace, options: BatchOptions, prepared: Prepared) -> int:
-    """In rank 0's child: vLLM's engine client over our executor, then line by line."""
+    """Run the batch in rank 0's child process, with vLLM's engine client over our executor."""
     import uvloop
 
     from spmd_serve.batch.handlers import open_engine, start_metrics
@@ -155,7 +167,7 @@ def run_in_child(args: argparse.Namespace, options: BatchOptions, prepared: Prep
             try:
                 return await run_batch_with_engine(engine_client, args, options, prepared=prepared)
             finally:
-                # All is written. A signal while the engine ends must not take the run's code with it.
+                # All answers are written: a signal while the engine ends must not change the exit code.
                 ignore_ending_signals()
 
     return int(uvloop.run(run()))

@@ -41,8 +41,8 @@ def test_all_answered(place: Place) -> None:
 
 
 def test_answers_are_on_disk_within_a_second(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loop.SYNC_EVERY_S <= 1
-    monkeypatch.setattr(loop, "SYNC_EVERY_S", 0.01)
+    assert loop.SYNC_INTERVAL_S <= 1
+    monkeypatch.setattr(loop, "SYNC_INTERVAL_S", 0.01)
     place.put_many(2)
     synced: list[str] = []
     real = os.fsync

@@ -4,8 +4,8 @@ import argparse
 
 import pytest
 
-from spmd_serve.batch.fingerprint import answer_flags
 from spmd_serve.batch.options import BatchOptions
+from spmd_serve.batch.prepare import answer_flags
 from spmd_serve.errors import UsageError
 
 
@@ -86,3 +86,8 @@ def test_answer_flags() -> None:
         "unknown": 1,
     }
     assert answer_flags(given, defaults) == {"--model": "m"}
+
+
+@pytest.mark.parametrize("path", ["-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_every_name_of_standard_output_is_standard_output(path: str) -> None:
+    assert BatchOptions(input_file="in", output_file=path).destination == "-"

@@ -1,4 +1,4 @@
-"""Progress: counts, rates, the time left, and how it is shown."""
+"""BatchProgress: counts, rates, the time left, and how it is shown."""
 
 import contextlib
 import fcntl
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from spmd_serve.batch.progress import BarDisplay, LogDisplay, Progress, display_for
-from spmd_serve.batch.request_lines import Outcome
+from spmd_serve.batch.progress import BarDisplay, BatchProgress, LogDisplay, display_for
+from spmd_serve.batch.request_lines import RequestOutcome
 
 
 class Clock:
@@ -24,9 +24,9 @@ class Clock:
 
 def test_line_and_summary() -> None:
     clock = Clock()
-    progress = Progress(total=1000, restored=500, failed=2, clock=clock)
+    progress = BatchProgress(total=1000, restored=500, failed=2, clock=clock)
     for index in range(100):
-        progress.note(Outcome(index == 0, 10, 20))
+        progress.note(RequestOutcome(index == 0, 10, 20))
     clock.now += 10
     assert progress.line() == (
         "600/1,000 lines (60 %), 3 failed, 10.0 lines/s, 100 tokens/s in, 200 out, 40.0 s left"
@@ -39,10 +39,10 @@ def test_line_and_summary() -> None:
 
 def test_rates_are_those_of_the_last_minute() -> None:
     clock = Clock()
-    progress = Progress(total=None, clock=clock)
+    progress = BatchProgress(total=None, clock=clock)
     for _ in range(20):
         clock.now += 10
-        progress.note(Outcome(False, 1, 1))
+        progress.note(RequestOutcome(False, 1, 1))
         progress.rates()
     clock.now += 120
     assert progress.rates().lines == 0
@@ -51,9 +51,9 @@ def test_rates_are_those_of_the_last_minute() -> None:
 
 def test_long_times_read_as_hours() -> None:
     clock = Clock()
-    progress = Progress(total=7300, clock=clock)
+    progress = BatchProgress(total=7300, clock=clock)
     for _ in range(100):
-        progress.note(Outcome(False, 0, 0))
+        progress.note(RequestOutcome(False, 0, 0))
     clock.now += 100
     assert progress.line().endswith("2:00:00 left")
 
@@ -69,10 +69,10 @@ def terminal() -> Iterator[tuple[int, io.TextIOWrapper]]:
 
 def test_bar_on_a_terminal(terminal: tuple[int, io.TextIOWrapper]) -> None:
     ours, stream = terminal
-    progress = Progress(total=10, restored=4)
+    progress = BatchProgress(total=10, restored=4)
     display = display_for(progress, print, stream)
     assert isinstance(display, BarDisplay)
-    progress.note(Outcome(True, 5, 5))
+    progress.note(RequestOutcome(True, 5, 5))
     display.update(progress)
     display.close(progress)
     os.set_blocking(ours, False)
@@ -87,14 +87,14 @@ def test_bar_on_a_terminal(terminal: tuple[int, io.TextIOWrapper]) -> None:
 def test_lines_on_a_terminal_without_a_width(terminal: tuple[int, io.TextIOWrapper]) -> None:
     _, stream = terminal
     fcntl.ioctl(stream.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
-    assert isinstance(display_for(Progress(total=10), print, stream), LogDisplay)
+    assert isinstance(display_for(BatchProgress(total=10), print, stream), LogDisplay)
 
 
 def test_lines_without_a_terminal() -> None:
     said: list[str] = []
-    progress = Progress(total=10)
+    progress = BatchProgress(total=10)
     display = display_for(progress, said.append, io.StringIO())
-    assert isinstance(display, LogDisplay) and display.every_s == 10
+    assert isinstance(display, LogDisplay) and display.interval_s == 10
     display.update(progress)
     display.close(progress)
     assert len(said) == 1 and said[0].startswith("0/10 lines (0 %)")

@@ -8,9 +8,9 @@ import pytest
 from spmd_serve.batch.options import PLAIN_MAX_TOKENS, BatchOptions
 from spmd_serve.batch.prompts import parse_prompt, plain_output
 from spmd_serve.batch.request_lines import (
-    BadLine,
+    BadRequestLine,
     BatchLine,
-    Outcome,
+    RequestOutcome,
     bad_line_output,
     crash_output,
     encode,
@@ -44,21 +44,21 @@ def test_parse_good() -> None:
 )
 def test_parse_bad(raw: bytes, reason: str, custom_id: str | None) -> None:
     line = parse_line(7, raw)
-    assert isinstance(line, BadLine)
+    assert isinstance(line, BadRequestLine)
     assert line.reason.startswith(reason)
     assert (line.number, line.custom_id) == (7, custom_id)
 
 
 def test_error_lines_have_run_batchs_shape() -> None:
-    output = with_line_number(bad_line_output(BadLine(7, "not JSON")), 7)
+    output = with_line_number(bad_line_output(BadRequestLine(7, "not JSON")), 7)
     assert output["custom_id"] == "line-7"
     assert output["error"] == "line 7: not JSON"
     assert set(output) == {"id", "custom_id", "response", "error"}
     response = output["response"]
     assert (response["status_code"], response["body"]) == (400, None)
     assert response["request_id"].startswith("vllm-batch-")
-    assert outcome_of(output) == Outcome(True, 0, 0)
-    named = bad_line_output(BadLine(7, "x", "mine"))
+    assert outcome_of(output) == RequestOutcome(True, 0, 0)
+    named = bad_line_output(BadRequestLine(7, "x", "mine"))
     assert named["custom_id"] == "mine"
 
 
@@ -74,8 +74,10 @@ def test_line_number_goes_into_a_structured_error_too() -> None:
 def test_outcome_counts_tokens() -> None:
     body = {"usage": {"prompt_tokens": 4, "completion_tokens": 6}}
     good = {"response": {"status_code": 200, "body": body}, "error": None}
-    assert outcome_of(good) == Outcome(False, 4, 6)
-    assert outcome_of({"response": {"status_code": 200, "body": {}}, "error": None}) == Outcome(False, 0, 0)
+    assert outcome_of(good) == RequestOutcome(False, 4, 6)
+    assert outcome_of({"response": {"status_code": 200, "body": {}}, "error": None}) == RequestOutcome(
+        False, 0, 0
+    )
     assert outcome_of({"response": None, "error": None}).failed
 
 
@@ -116,12 +118,12 @@ def test_plain_jsonl_keeps_other_fields() -> None:
     assert isinstance(line, BatchLine) and line.body["prompt"] == "Hi"
     assert fields == {"prompt": "Hi", "key": [1]}
     for raw in (b"{", b"[]", b'{"prompt": 5}', b"{}"):
-        assert isinstance(parse_prompt(2, raw, options)[0], BadLine)
+        assert isinstance(parse_prompt(2, raw, options)[0], BadRequestLine)
 
 
 def test_plain_refuses_what_is_not_utf8() -> None:
     line, _ = parse_prompt(4, b"\xff", plain())
-    assert isinstance(line, BadLine) and "not UTF-8" in line.reason
+    assert isinstance(line, BadRequestLine) and "not UTF-8" in line.reason
 
 
 def choice(index: int, text: str) -> dict[str, Any]:

@@ -14,6 +14,8 @@ def test_line_set() -> None:
         100_000,
     ]
     assert (len(lines), lines.highest()) == (3, 100_000)
+    lines.remove(100_000)
+    assert (len(lines), lines.highest(), 100_000 in lines) == (2, 5, False)
 
 
 def test_id_table_finds_every_second_use() -> None:

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from spmd_serve.batch import source as module
-from spmd_serve.batch.source import Fingerprint, Source
+from spmd_serve.batch.source import InputFingerprint, InputSource
 from spmd_serve.errors import UsageError
 from tests.support.web import web_server
 
@@ -20,7 +20,7 @@ LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
 
-def read(source: Source, new_loop: NewLoop = asyncio.new_event_loop) -> list[tuple[int, bytes]]:
+def read(source: InputSource, new_loop: NewLoop = asyncio.new_event_loop) -> list[tuple[int, bytes]]:
     async def collect() -> list[tuple[int, bytes]]:
         return [item async for item in source.lines()]
 
@@ -36,8 +36,8 @@ def test_lines_of_a_file(
     monkeypatch.setattr(module, "CHUNK", chunk)
     content = b"\xef\xbb\xbfone\r\n\n  \ntwo two\n\nlast"
     (tmp_path / "in").write_bytes(content)
-    source = Source.open(str(tmp_path / "in"))
-    assert source.identify() == Fingerprint(len(content), hashlib.sha256(content).hexdigest(), 3)
+    source = InputSource.open(str(tmp_path / "in"))
+    assert source.identify() == InputFingerprint(len(content), hashlib.sha256(content).hexdigest(), 3)
     lines = read(source, new_loop)
     assert [(number, line.strip()) for number, line in lines] == [(1, b"one"), (4, b"two two"), (6, b"last")]
     assert read(source) == lines
@@ -48,7 +48,7 @@ def test_lines_of_a_file(
 @pytest.mark.parametrize("content", [b"", b"\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n \n"])
 def test_empty_files(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "in").write_bytes(content)
-    source = Source.open(str(tmp_path / "in"))
+    source = InputSource.open(str(tmp_path / "in"))
     fingerprint = source.identify()
     assert fingerprint is not None and (fingerprint.size, fingerprint.lines) == (len(content), 0)
     assert read(source) == []
@@ -59,7 +59,7 @@ def test_empty_files(tmp_path: Path, content: bytes) -> None:
 def test_a_pipe_does_not_hold_up_the_loop(tmp_path: Path, new_loop: NewLoop) -> None:
     os.mkfifo(tmp_path / "pipe")
     writer = os.open(tmp_path / "pipe", os.O_RDWR)
-    source = Source.open(str(tmp_path / "pipe"))
+    source = InputSource.open(str(tmp_path / "pipe"))
     assert source.is_pipe and source.identify() is None
 
     async def talk() -> list[tuple[int, bytes]]:
@@ -88,9 +88,9 @@ def test_a_pipe_does_not_hold_up_the_loop(tmp_path: Path, new_loop: NewLoop) -> 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read: No such file"):
-        Source.open(str(tmp_path / "none"))
+        InputSource.open(str(tmp_path / "none"))
     with pytest.raises(UsageError, match="is a directory"):
-        Source.open(str(tmp_path))
+        InputSource.open(str(tmp_path))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -107,13 +107,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 def test_url(tmp_path: Path) -> None:
     with web_server(_Handler) as address:
-        source = Source.open(f"{address}/in.jsonl", str(tmp_path))
+        source = InputSource.open(f"{address}/in.jsonl", str(tmp_path))
         assert os.listdir(tmp_path) == []
         fingerprint = source.identify()
         assert fingerprint is not None and fingerprint.lines == 2
         assert read(source) == [(1, b"one"), (2, b"two")]
         source.close()
         with pytest.raises(UsageError, match=r"cannot be fetched: HTTP Error 404"):
-            Source.open(f"{address}/none")
+            InputSource.open(f"{address}/none")
     with pytest.raises(UsageError, match=r"cannot be fetched: .*refused"):
-        Source.open(f"{address}/in.jsonl")
+        InputSource.open(f"{address}/in.jsonl")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from spmd_serve.batch import BatchLine, BatchOptions
-from spmd_serve.batch.fingerprint import OPERATIONAL, OPERATIONAL_PREFIXES, answer_flags
 from spmd_serve.batch.handlers import Endpoints, window_for
 from spmd_serve.batch.loop import WINDOW
+from spmd_serve.batch.prepare import OPERATIONAL, OPERATIONAL_PREFIXES, answer_flags
 from spmd_serve.batch.request_lines import error_output
 from spmd_serve.errors import PeerLost
 from tests.support import stock
