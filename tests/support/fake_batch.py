@@ -22,6 +22,7 @@ from spmd_serve.commands.startup import resolve_layout
 from spmd_serve.config.flags import PreparsedArgs, preparse
 from spmd_serve.errors import ExitCode, SpmdError
 from spmd_serve.job.job import Job
+from spmd_serve.job.state import JobEvent
 from spmd_serve.system import log
 from spmd_serve.system.report import report
 from spmd_serve.topology import Layout
@@ -48,7 +49,7 @@ def agree(
 
 def serve_shard(job: Job, *_: object) -> None:
     """The driver says stop at once: now all wait for the end."""
-    job.serving = True
+    job.life.apply(JobEvent.LOADED)
 
 
 @asynccontextmanager
