@@ -7,13 +7,13 @@ import os
 from spmd_serve.batch import BatchOptions, Launch, Prepared, finish_batch, prepare, run_batch_with_engine
 from spmd_serve.batch.fingerprint import answer_flags
 from spmd_serve.batch.outputs import take_stdout
-from spmd_serve.commands.serve import job_spec, print_table, run_shard
-from spmd_serve.commands.startup import agree, engine_config
+from spmd_serve.commands.startup import agree, engine_config, job_spec, print_table, run_shard
 from spmd_serve.config.flags import PreparsedArgs
 from spmd_serve.errors import ExitCode, SpmdError, Stopped, UsageError
-from spmd_serve.job.drivers import end, start_child
+from spmd_serve.job.driver_process import end, start_child
 from spmd_serve.job.job import Job
 from spmd_serve.job.probe_port import open_probes
+from spmd_serve.job.state import JobEvent
 from spmd_serve.liveness.procfs import started_ticks
 from spmd_serve.rendezvous.store import FOREVER_S, answered
 from spmd_serve.system.network import host_name
@@ -120,7 +120,8 @@ def finish(job: Job, prepared: Prepared | None) -> int:
     else:
         code = asyncio.run(finish_batch(prepared))
         put_json(store, key, code)
-    job.serving, job.end_code = True, code
+    job.life.apply(JobEvent.LOADED)
+    job.end_code = code
     leave_together(store, "batch/told", len(job.membership.cluster.ranks))  # or some take the end for early
     if prepared is None:
         job.leave_together(job.flags.join_timeout)

@@ -1,5 +1,6 @@
-"""Rank 0's child: the process whose engine cores drive the ranks (vLLM's API server, or a batch run)."""
+"""The child process of a rank that hosts drivers: vLLM's API server, or a batch run."""
 
+import argparse
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,8 @@ from importlib.metadata import entry_points
 from multiprocessing.context import ForkProcess
 
 from spmd_serve.config.job_spec import JobSpec, leave_steps_to_the_watcher
-from spmd_serve.errors import ExitCode, SpmdError
+from spmd_serve.errors import ExitCode, PeerLost, SpmdError
+from spmd_serve.job.job import REPORT_S, Job
 from spmd_serve.job.spawn_main import be_main_of_spawned
 from spmd_serve.liveness import End, WatcherLink, keep_answering
 from spmd_serve.system import log
@@ -30,12 +32,18 @@ _OTHER_PLUGIN_GROUPS = (
 )
 
 LOADING_TIMEOUT_S = 7 * 24 * 3600
-"""vLLM gives engines 600 s to load. Here the watcher says who is dead or hung, so loading may take long."""
+"""Seconds that engines may take to load; vLLM's 600 s are too few, and the watcher detects hangs anyway."""
+ROOT_CAUSE_S = 2.0
+"""Seconds that the watcher may take to declare a root cause after a process has reported its failure."""
+CHILD_END_S = 15.0
+"""Seconds that a rank's child may take to exit after its engines have ended."""
+ENDED_WELL = (ExitCode.OK, ExitCode.LINES_FAILED, ExitCode.STOPPED)
+"""Exit codes of a child that ended normally."""
 
 
 @dataclass
 class DriverChild:
-    """The running child, as rank 0 sees it."""
+    """The running child, as its rank sees it."""
 
     name: str
     process: ForkProcess
@@ -52,18 +60,18 @@ class DriverChild:
         part: tuple[int, int] = (0, 1),
         early_end: SpmdError | None = None,
     ) -> "DriverChild":
-        """Fork, and run `body` there; what it returns is the exit code.
+        """Fork a process that runs `body` and exits with the code that `body` returns.
 
-        Call before any thread of torch runs and before CUDA is touched. `name`: "API server" or "batch run".
-        `fork_engines`: nobody asked for another way (VLLM_WORKER_MULTIPROC_METHOD) to start engine cores.
-        `part`: which of how many endpoints it is. `early_end`: see `Job.early_end`.
+        Call it before torch starts threads and before CUDA is initialized. `name`: "API server" or "batch
+        run". `fork_engines`: fork engine cores (VLLM_WORKER_MULTIPROC_METHOD is not set by the user).
+        `part`: number of its endpoint, and number of endpoints. `early_end`: see `Job.early_end`.
         """
         process = multiprocessing.get_context("fork").Process(
             target=_run,
             args=(name, body, spec, fork_engines, part, early_end),
             name=name.title().replace(" ", ""),
         )
-        # SIGTERM may come at once, and must not kill a child that can't yet turn it into an orderly end.
+        # A SIGTERM that arrives at once must not kill a child that has not installed its handler yet.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             process.start()
@@ -73,11 +81,11 @@ class DriverChild:
         return cls(name, process, os.pidfd_open(process.pid))
 
     def drain(self) -> None:
-        """Ask it to finish what is running and leave."""
+        """Ask the child to finish its requests and exit."""
         send_signal(self._pidfd, signal.SIGTERM)
 
     def watch(self, ended: Callable[[int], None]) -> None:
-        """Call `ended(exit code)` from a thread when it ends (negative: minus the signal's number)."""
+        """Call `ended(exit code)` from a thread when the child exits (negative: minus a signal's number)."""
 
         def run() -> None:
             wait_readable(self._pidfd, None)
@@ -88,7 +96,7 @@ class DriverChild:
     def poll_until(
         self, condition: Callable[[], bool], call: Callable[[], None], every_s: float = 0.2
     ) -> None:
-        """Call `call()` from a thread once `condition()` holds, unless the child ends before."""
+        """Call `call()` from a thread once `condition()` holds, unless the child exits before."""
 
         def run() -> None:
             while not wait_readable(self._pidfd, every_s):
@@ -98,7 +106,7 @@ class DriverChild:
         threading.Thread(target=run, name="child-poll", daemon=True).start()
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit code (negative: a signal), or None when it has not ended within `timeout_s` seconds."""
+        """Return the exit code (negative: a signal), or None if the child runs after `timeout_s` seconds."""
         return self._reap() if wait_readable(self._pidfd, timeout_s) else None
 
     def _reap(self) -> int:
@@ -108,8 +116,55 @@ class DriverChild:
         return self.process.exitcode
 
 
+def start_child(
+    job: Job,
+    args: argparse.Namespace,
+    spec: JobSpec,
+    name: str,
+    body: Callable[[], int],
+    fork_engines: bool,
+) -> DriverChild:
+    """Fork the process that hosts this endpoint's drivers."""
+    from spmd_serve.engine.config import apply_executor
+    from spmd_serve.engine.coordinator import watch_coordinators
+
+    apply_executor(args, spec)
+    watch_coordinators(spec)
+    child = DriverChild.start(name, body, spec, fork_engines, job.part, job.early_end)
+    job.drain_with(lambda reason: child.drain())
+    job.before_exit(lambda: child.wait(REPORT_S))
+    child.watch(lambda code: _child_ended(job, name, code))
+    return child
+
+
+def _child_ended(job: Job, name: str, code: int) -> None:
+    """Announce the job's end if the child ended normally, else report its failure to the watcher."""
+    if code in ENDED_WELL:
+        job.announce_end(code)
+    else:
+        job.link.failed(how_ended(name, code))
+
+
+def end(job: Job, child: DriverChild | None, drain_s: float) -> int:
+    """Wait until the last child has exited and the job has ended, and return the children's exit code.
+
+    Raises PeerLost if the child fails or does not exit in time. `drain_s`: seconds for the drain.
+    """
+    if child is None:
+        return job.leave_together(drain_s + 2 * CHILD_END_S)
+    code = child.wait(drain_s + CHILD_END_S)
+    if code is None:
+        raise PeerLost(f"the {child.name} (pid {child.process.pid}) has not ended in time after its engine")
+    if code not in ENDED_WELL:
+        # The root cause names the reason and ends this process, unless the watcher is gone too.
+        threading.Event().wait(ROOT_CAUSE_S)
+        raise PeerLost(how_ended(child.name, code))
+    job.announce_end(code)
+    return job.leave_together(drain_s + 2 * CHILD_END_S) if job.part[1] > 1 else code
+
+
 def how_ended(name: str, code: int) -> str:
-    """The words for a child that failed with an exit code, or by minus a signal's number."""
+    """Return the message for a child that exited with `code` (negative: minus a signal's number)."""
     if code < 0:
         return f"the {name} was killed by signal {-code} ({signal.Signals(-code).name})"
     return f"the {name} ended with exit code {code}: see its log above"
@@ -123,9 +178,9 @@ def _run(
     part: tuple[int, int],
     early_end: SpmdError | None,
 ) -> None:
-    # A process group of its own: a signal to that of the job reaches it only through rank 0, which decides
-    # whether that means drain. It stays in the session that torchrun made for the rank; without torchrun it
-    # leaves that of the terminal.
+    # The child has its own process group: a signal to the job's group reaches it only through its rank, which
+    # decides whether to drain. It stays in the session that torchrun created for the rank; without torchrun
+    # it leaves the session of the terminal.
     if os.getsid(0) == os.getppid():
         os.setpgid(0, 0)
     else:
@@ -143,9 +198,9 @@ def _run(
     link = WatcherLink.connect(spec.watcher, hello, spec.join_timeout_s, on_root_cause=keep_answering)
 
     def leave(*_: object) -> None:
-        """Nobody is served while engine cores load (later, SIGTERM has another handler): leave.
+        """Exit at once on a SIGTERM while engine cores load; later, SIGTERM has another handler.
 
-        vLLM would wait for the cores first, and then kill them; so they die with this process.
+        vLLM would wait for the cores and then kill them. Here they die with this process.
         """
         code = ExitCode.OK if early_end is None else early_end.exit_code
         if early_end is not None:
@@ -163,7 +218,7 @@ def _run(
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 0 if leaving.code is None else 1
     except Exception as problem:
-        # vLLM then sends the engines home, whose ranks must not take that for a normal end.
+        # vLLM then stops the engines; their ranks must not mistake that for a normal end.
         link.failed(f"{type(problem).__name__}: {' '.join(str(problem).split())}")
         raise
     if code >= 0:
@@ -173,12 +228,12 @@ def _run(
 
 
 def prepare_environ() -> None:
-    """What vLLM's processes below rank 0 must not inherit from torchrun, and what they need."""
+    """Remove torchrun's variables from the environment of vLLM's processes, and set those that they need."""
     clean = clean_environ(os.environ)
     for name in set(os.environ) - set(clean):
         del os.environ[name]
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(LOADING_TIMEOUT_S))
-    # The API server outlives its engine by a moment, in which it answers clients; the watcher ends it then.
+    # The API server outlives its engine briefly to answer clients; then the watcher ends it.
     os.environ.setdefault("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is None:

@@ -1,4 +1,4 @@
-"""This rank's place in the job: its host's watcher, its seat at the rendezvous, its votes with the others."""
+"""The job as one rank sees it: its watcher, its membership, its votes, and its end."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from spmd_serve.config.flags import Flags
 from spmd_serve.errors import ExitCode, PeerLost, SpmdError, is_of_a_peer, missing_package
+from spmd_serve.job.state import JobEvent, JobLife
 from spmd_serve.liveness import End, RootCause, WatchConfig, WatcherLink, start_watcher, watcher_address
 from spmd_serve.liveness.cleanup import use_scratch
 from spmd_serve.system import cores, log, network
@@ -23,43 +24,41 @@ if TYPE_CHECKING:
 
 WATCHER_TIMEOUT_S = 30.0
 GRACE_S = 2.0
-"""How long a process may take to end by itself after the verdict; the watcher then kills it."""
+"""Seconds that a process may take to end after the root cause is declared; the watcher then kills it."""
 REPORT_S = 1.2
-"""How long a rank with a child stays after the verdict: the API server, which dies with it, tells clients."""
+"""Seconds that a rank with a child stays after the root cause: its API server answers clients meanwhile."""
 END_S = 5.0
-"""How long a rank may still be busy once the job's normal end is announced."""
+"""Seconds that a rank may still be busy after the job's normal end is announced."""
 LINGER_S = 1.0
-"""How long a rank of an elastic job that was not signalled itself stays after the job's normal end."""
+"""Seconds that a rank of an elastic job waits for its own signal after the job's normal end."""
 
 
 class Job:
-    """The job as this rank sees it; made by `enter`, which returns when all ranks have met.
+    """The job as this rank sees it. `enter` creates it, and returns when all ranks have joined.
 
-    Whatever happens to another process of the job ends this one too, from a thread of the watcher's link.
+    `life` holds its state. When another process of the job fails or the job ends, a thread of the watcher's
+    link applies the event to `life` and ends this process.
     """
 
     as_torchrun = False
-    """Whether ranks keep torchrun's numbers, wherever the head is."""
+    """Whether ranks keep torchrun's numbers, on whichever node the head is."""
     early_end: SpmdError | None = None
-    """What is said, and whose exit code it is, when the job ends as asked before it serves; None: code 0."""
+    """The error to report, with its exit code, if the job is asked to end before it serves; None: exit 0."""
     end_code: int | None = None
-    """What the announced end, which all ranks hear of, was announced with."""
+    """The exit code with which the job's end was announced to all ranks; None: no end is announced."""
 
     def __init__(self, flags: Flags, env: TorchrunEnv) -> None:
         self.flags = flags
         self.env = env
         self.own_cores: list[int] = []
-        self.serving = False
-        """From when on the driver's stop message, not the announced end, ends this rank."""
+        self.life = JobLife()
         self.part = (0, 1)
-        """Which of how many endpoints this rank has opened: the job ends with the last of them."""
-        self._ended = threading.Event()
+        """Number of this rank's endpoint, and number of endpoints. The job ends with the last endpoint."""
         self._on_drain: Callable[[str], None] | None = None
         self._drain_asked: str | None = None
         self._before_exit: Callable[[], object] | None = None
         self._lock = threading.Lock()
         self._signals = 0
-        self._has_met = False
         self._signalled = threading.Event()
         self._least_nodes, self.most_nodes = node_range(env.agent_pid) or (1, 1)
         self.watcher: str
@@ -68,7 +67,7 @@ class Job:
 
     @classmethod
     def enter(cls, flags: Flags) -> Self:
-        """Start or find the watcher, then meet all ranks. Raises SpmdError, one line, when that fails."""
+        """Start or find the watcher, then join all ranks. Raises SpmdError, one line, if that fails."""
         env = TorchrunEnv.read(os.environ)
         job = cls(flags, env)
         if env.launched:
@@ -77,7 +76,7 @@ class Job:
         # Before torch is imported: OpenMP reads its variables then, and the watcher stays small.
         job.own_cores = cores.prepare_environ(env, os.environ)
         job._open_watcher()
-        on_ending_signal(job._ending_signal)
+        on_ending_signal(job._on_ending_signal)
         with job.reported():
             job._join()
         return job
@@ -99,7 +98,7 @@ class Job:
         use_scratch(self.watcher, os.environ)
         hello = {"kind": "rank", "name": f"torchrun rank {env.rank}", "rank": None}
         self.link = WatcherLink.connect(
-            self.watcher, hello, WATCHER_TIMEOUT_S, self._root_cause, self._drain, self._end
+            self.watcher, hello, WATCHER_TIMEOUT_S, self._on_root_cause, self._on_drain_request, self._on_end
         )
 
     def _join(self) -> None:
@@ -121,7 +120,7 @@ class Job:
             say=self.say,
             as_torchrun=self.as_torchrun,
         )
-        self._has_met = True
+        self.life.apply(JobEvent.JOINED)
         me, store, cluster = self.membership.me, self.membership.store, self.membership.cluster
         self.link.identify(f"rank {me.rank}", me.rank)
         if me.local_rank == 0:
@@ -152,11 +151,11 @@ class Job:
 
     @property
     def expects_turns(self) -> bool:
-        """Whether an idle rank's loop must turn with each heartbeat."""
+        """Whether the loop of an idle rank must make progress with each heartbeat."""
         return self.flags.control_backend != "nccl"
 
     def key(self) -> str | None:
-        """The shared secret of ``--control-key-file``."""
+        """Return the shared secret of ``--control-key-file`` in hexadecimal, or None without that flag."""
         path = self.flags.control_key_file
         if path is None:
             return None
@@ -165,19 +164,19 @@ class Job:
         return read_key(path).hex()
 
     def says_that_it_serves(self) -> None:
-        """This rank's endpoint takes requests from now on."""
+        """Tell the watcher that this rank's endpoint accepts requests."""
         part, of = self.part
         self.link.serving(part, of)
 
     def say(self, text: str) -> None:
-        """A line to the log, from one rank of each host."""
+        """Log one line, from the first rank of each node."""
         if self.env.local_rank == 0:
             log.say(f"spmd_serve: {text}")
 
     def vote(self, what: str, problem: SpmdError | None, timeout_s: float | None = None) -> None:
-        """See `votes.vote`: returns when `what` went well on all ranks, else raises the same on all.
+        """Return if `what` succeeded on all ranks, else raise the same SpmdError on all (see `vote.vote`).
 
-        `timeout_s`: seconds to wait for the others (``--join-timeout`` unless given).
+        `timeout_s`: seconds to wait for the other ranks; None: ``--join-timeout``.
         """
         from spmd_serve.rendezvous.vote import vote
 
@@ -186,7 +185,7 @@ class Job:
 
     @contextmanager
     def voting(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Vote on the block: its SpmdError becomes everybody's. `timeout_s`: see `vote`."""
+        """Vote on the block: an SpmdError in it is raised on all ranks. `timeout_s`: see `vote`."""
         problem: SpmdError | None = None
         try:
             yield
@@ -200,15 +199,15 @@ class Job:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Tell the watcher of an error that leaves the block, as this rank's own."""
+        """Report an error that leaves the block to the watcher, as a failure of this rank."""
         try:
             yield
         except SpmdError as problem:
-            self._leave_if_ended(problem)
+            self._exit_if_ended(problem)
             self.link.failed(str(problem), peer=is_of_a_peer(problem))
             raise
         except Exception as problem:
-            self._leave_if_ended(problem)
+            self._exit_if_ended(problem)
             missing = missing_package(problem)
             if missing is not None:
                 self.link.failed(str(missing))
@@ -217,13 +216,13 @@ class Job:
             self.link.failed(f"{type(problem).__name__}: {text}", peer=is_of_a_peer(problem))
             raise
 
-    def _leave_if_ended(self, problem: Exception) -> None:
-        """After the announced end, a peer that is gone has only left earlier."""
-        if self._ended.is_set() and is_of_a_peer(problem):
-            self._leave()
+    def _exit_if_ended(self, problem: Exception) -> None:
+        """Exit normally if the job has ended: a missing peer has then only exited earlier."""
+        if self.life.has_seen(JobEvent.END_ANNOUNCED) and is_of_a_peer(problem):
+            self._exit_after_end()
 
     def drain_with(self, on_drain: Callable[[str], None]) -> None:
-        """What to do when somebody asks the job to finish; at once, if that happened already."""
+        """Call `on_drain(reason)` when the job is asked to end; at once, if that has happened already."""
         with self._lock:
             self._on_drain = on_drain
             asked = self._drain_asked
@@ -231,12 +230,12 @@ class Job:
             on_drain(asked)
 
     def before_exit(self, call: Callable[[], object]) -> None:
-        """What to do, within `REPORT_S`, before a verdict ends this process."""
+        """Set the call, of at most `REPORT_S` seconds, that precedes the exit after a root cause."""
         self._before_exit = call
 
-    # What comes from elsewhere, in threads.
+    # Events from signals and from the watcher. Each method runs in a thread of its sender.
 
-    def _ending_signal(self, number: signal.Signals) -> None:
+    def _on_ending_signal(self, number: signal.Signals) -> None:
         self._signals += 1
         self._signalled.set()
         if self._signals > 1:
@@ -245,93 +244,96 @@ class Job:
             os._exit(ExitCode.FAILED)
         self.link.request_drain(f"{number.name} at torchrun rank {self.env.rank} on {host_name()}")
 
-    def _drain(self, reason: str) -> None:
+    def _on_drain_request(self, reason: str) -> None:
         self.say(f"{reason}: the job finishes what it does and ends")
         with self._lock:
+            self.life.apply(JobEvent.DRAIN_REQUESTED)
             self._drain_asked = reason
             on_drain = self._on_drain
         if on_drain is not None:
             on_drain(reason)
-        elif not self._has_met or self.membership.me.rank == 0:
-            # Nothing is served yet: there is nothing to wait for.
-            threading.Thread(target=self._end_early, name="end-early", daemon=True).start()
+        elif not self.life.has_seen(JobEvent.JOINED) or self.membership.me.rank == 0:
+            # Nothing is served yet, so there is nothing to wait for.
+            threading.Thread(target=self._end_before_serving, name="end-early", daemon=True).start()
 
-    def _end_early(self) -> None:
+    def _end_before_serving(self) -> None:
+        """Announce the end of a job that has no child yet, and exit."""
         if self.end_code is None:
             self.end_code = ExitCode.OK if self.early_end is None else self.early_end.exit_code
-        self.link.announce_end(End(code=self.end_code, early=not self.serving))
-        self._leave()
+        self.link.announce_end(End(code=self.end_code, early=not self.life.has_seen(JobEvent.LOADED)))
+        self._exit_after_end()
 
-    def _end(self, end: End) -> None:
+    def _on_end(self, end: End) -> None:
         self.end_code = end.code
-        self._ended.set()
-        if end.early or not self.serving:
-            self._leave()
+        self.life.apply(JobEvent.END_ANNOUNCED)
+        if end.early or not self.life.has_seen(JobEvent.LOADED):
+            self._exit_after_end()
         timer = threading.Timer(END_S, os._exit, (self.exit_code(end.code),))
         timer.daemon = True
         timer.start()
 
     def exit_code(self, code: int) -> int:
-        """What ranks end with, for `torchrun` to see, where the job's end was announced with `code`."""
+        """Return the exit code that torchrun sees if the job's end was announced with `code`."""
         return code
 
-    def _leave(self) -> NoReturn:
-        """End after the job's end, wherever this process is."""
-        self._linger()
-        with self._lock:  # a second thread may come here: it waits for the end
+    def _exit_after_end(self) -> NoReturn:
+        """Exit with the code of the announced end, from any thread, whatever the main thread is doing."""
+        self._wait_for_own_signal()
+        with self._lock:  # a second thread that comes here waits until the first one exits
             code = self.end_code or ExitCode.OK
             if self.early_end is not None and code == self.early_end.exit_code:
-                if self._on_drain is None:  # else the child has said it
+                if self._on_drain is None:  # else the child has logged it
                     self.say(str(self.early_end))
                 report(self.early_end, quiet=True)
             os._exit(self.exit_code(code))
 
     def leave_together(self, timeout_s: float) -> int:
-        """After this rank's driver has said stop: wait for the end of the whole job; its code.
+        """After the driver's stop message, wait for the end of the whole job, and return its exit code.
 
-        A torchrun agent whose ranks leave early waits for the others, and then for no longer than 300 s.
-        Raises PeerLost after `timeout_s` seconds.
+        All ranks exit together because a torchrun agent whose ranks have exited waits for the other agents
+        for at most 300 s. Raises PeerLost after `timeout_s` seconds.
         """
         self.link.leaving()
-        if not self._ended.wait(timeout_s):
+        if not self.life.wait_for(JobEvent.END_ANNOUNCED, timeout_s):
             raise PeerLost(
                 f"the job's end was not announced within {timeout_s:.0f} s after its driver's stop"
             )
-        self._linger()
+        self._wait_for_own_signal()
         return self.end_code or ExitCode.OK
 
     def announce_end(self, code: int) -> None:
-        """On a rank that has opened an endpoint, when nothing is left to do there; others then end as well.
+        """Announce that this rank's endpoint has ended with `code`; the other endpoints then end as well.
 
-        When this is the last of them, all ranks may leave, with the same `code`: an agent whose ranks end
-        with 0 would wait 300 s for one whose ranks don't.
+        After the last endpoint all ranks exit with the same `code`: an agent whose ranks exit with 0 would
+        wait 300 s for an agent whose ranks do not.
         """
         part, of = self.part
         if of > 1:
             self.link.request_drain(f"the endpoint of {self.membership.me} has ended")
         self.link.announce_end(End(part, of, code))
-        self._linger()
+        self._wait_for_own_signal()
 
-    def _linger(self) -> None:
-        """Stay until this rank's own agent has signalled it, in case that it is about to.
+    def _wait_for_own_signal(self) -> None:
+        """In an elastic job, wait up to `LINGER_S` for the signal of this rank's own agent.
 
-        When a node joins, each agent signals its ranks as soon as it hears of the node, and the first one's
-        signal drains all. An agent that saw its ranks end with code 0 before would take the job for done.
+        When a node joins, each agent signals its ranks as soon as it learns of the node, and the first signal
+        drains the whole job. An agent whose ranks exit with 0 before it signals them considers the job done.
         """
         if self.most_nodes > self._least_nodes:
             self._signalled.wait(LINGER_S)
 
-    def _root_cause(self, root_cause: RootCause) -> None:
+    def _on_root_cause(self, root_cause: RootCause) -> None:
+        self.life.apply(JobEvent.FAILURE_DECLARED)
         if self._before_exit is not None:
             self._before_exit()
-        # The watcher prints the cause, as the host's last line, when its members are gone.
+        # The watcher prints the cause, as the last line of the node, when its members are gone.
         alone = self.link.watcher_lost and self.env.local_rank == 0
         report(PeerLost(root_cause.cause), quiet=not alone)
         os._exit(ExitCode.FAILED)
 
 
 def device_name(local_rank: int) -> str:
-    """What this rank computes on, without touching CUDA (children are still to be forked)."""
+    """Return this rank's torch device. CUDA stays uninitialized, because children are forked later."""
     import torch
 
     if torch.version.cuda is not None and os.path.exists("/dev/nvidiactl"):
@@ -342,7 +344,7 @@ def device_name(local_rank: int) -> str:
 
 
 def use_interface(interface: str, address: str) -> None:
-    """Have the groups that vLLM makes use the interface that the rendezvous found; a user's setting stays."""
+    """Make vLLM's process groups use the interface of the rendezvous, unless the user has set another one."""
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING
 
-from spmd_serve.commands.serve import job_spec, open_listener, plan_endpoints
+from spmd_serve.commands.serve import open_listener, plan_endpoints
 from spmd_serve.commands.start_table import start_table
-from spmd_serve.commands.startup import resolve_layout
+from spmd_serve.commands.startup import job_spec, resolve_layout
 from spmd_serve.config.flags import AUTO, preparse
 from spmd_serve.errors import SpmdError
-from spmd_serve.job.driver_process import DriverChild
-from spmd_serve.job.drivers import _child_ended
+from spmd_serve.job.driver_process import DriverChild, _child_ended
 from spmd_serve.job.job import REPORT_S, Job
 from spmd_serve.job.probe_port import open_probes
 from spmd_serve.server.listener import about_to_listen
