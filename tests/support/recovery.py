@@ -25,8 +25,8 @@ SERVE_S = 90.0
 ASK_S = 2.0
 
 Round = dict[str, Any]
-"""A light job's answer: round id, DP, hostnames, pids of the ranks, and `detected_at`: the Unix time at
-which the root cause of the last failure was declared, 0 without a failure."""
+"""A light job's answer: round id, DP, hostnames, pids of the ranks, and `detected_at`: the Unix time of the
+last failure's detection, 0 without a failure."""
 
 
 def detected(at: float, clock: float) -> str:
@@ -51,7 +51,7 @@ class LightJob:
             self.servers[number].start()
 
     def end(self) -> None:
-        """End all agents at once: torchrun's static rendezvous waits 300 s for agents that have left before."""
+        """End all agents at once: with static rendezvous each waits 300 s for agents that have left."""
         running = [server for server in self.servers if server.is_running]
         for server in running:
             os.kill(server.pid, signal.SIGTERM)
