@@ -44,8 +44,8 @@ def check_backend(backend: str, lb: str, layout: Layout, cluster: Cluster) -> No
         if cluster.node_of(first) != home:
             raise UsageError(
                 f"--control-backend nccl needs each replica's first rank on its driver's node, but with --lb "
-                f"{lb} the driver of replica {replica} is on {cluster.hostnames[home]}, and its first rank is "
-                f"{cluster.ranks[first]}: leave it out (auto), or write --lb hybrid or --lb external"
+                f"{lb} the driver of replica {replica} is on {cluster.hostnames[home]}, and its first rank "
+                f"is {cluster.ranks[first]}: leave it out (auto), or write --lb hybrid or --lb external"
             )
 
 

@@ -18,7 +18,7 @@ _OF_RANKS = (
 _OF_DRIVERS = (
     ("sent", "control_messages_total", "counter", "Messages that a driver has sent to its ranks."),
     ("send_s", "control_send_seconds_total", "counter", "Seconds that a driver has spent sending them."),
-    ("host_bytes", "control_host_bytes_total", "counter", "Their bytes inside the node, once per message."),
+    ("host_bytes", "control_host_bytes_total", "counter", "Their bytes inside the node, once each."),
     ("network_bytes", "control_network_bytes_total", "counter", "Their bytes to other nodes, once each."),
 )
 
