@@ -30,9 +30,9 @@ from benchmarks.machine import cpu_seconds
 from benchmarks.servers import Running, ServerFailed, end_all_children
 from benchmarks.sides import FLAGS, PATIENT, Launch, stock_door, torchrun
 from benchmarks.sides import Layout as SideLayout
-from tests.support.ports import free_port
-from tests.support.processes import Process, descendants, look
-from tests.support.torchrun import plain_environ
+from harness.ports import free_port
+from harness.processes import Process, descendants, look
+from harness.torchrun import plain_environ
 
 PR_SET_CHILD_SUBREAPER = 36
 PAUSE_S = 2.0

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.conftest import SEEN
+from harness.waiting import NOTE_PROPERTY
 
 ROOT = Path(__file__).resolve().parents[1]
 SET = (
@@ -61,7 +61,7 @@ def read(reports: Sequence[Path]) -> tuple[list[tuple[str, str]], Counter[str], 
             outcomes[outcome] += 1
             if outcome != "passed":
                 troubles[outcome, name] += 1
-            found = (one for one in case.iter("property") if one.get("name") == SEEN)
+            found = (one for one in case.iter("property") if one.get("name") == NOTE_PROPERTY)
             notes += [(name, str(one.get("value"))) for one in found]
     return notes, outcomes, troubles
 

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from tests.support.processes import Process
+from harness.processes import Process
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PLACEMENT = ("OMP_", "GOMP_", "KMP_", "VLLM_CPU_", "CUDA_VISIBLE_DEVICES", "GLOO_", "LD_PRELOAD")

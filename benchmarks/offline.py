@@ -22,7 +22,7 @@ from benchmarks import machine
 from benchmarks.machine import has_cuda
 from benchmarks.report import Comparison
 from benchmarks.sides import PATIENT_RENDEZVOUS, Device, Layout, Side, environment
-from tests.support.server import Server
+from harness.server import Server
 
 KINDS = {"batch": ("run-batch", "batch"), "script": ("stock", "ours")}
 """What is measured, and its two sides, the reference first."""

@@ -15,8 +15,8 @@ from typing import Any, Self
 from benchmarks.load import Shape
 from benchmarks.machine import cpu_seconds, label, placement, pss_mib
 from benchmarks.sides import Launch
-from tests.support.processes import Process, assert_gone, descendants, kill, look
-from tests.support.server import Server, answers
+from harness.processes import Process, assert_gone, descendants, kill, look
+from harness.server import Server, answers
 
 POLL_S = 0.1
 FIRST_ANSWER_S = 300.0

@@ -27,7 +27,7 @@ from benchmarks.load import Load, LoadError, Shape
 from benchmarks.options import Options
 from benchmarks.servers import Running, ServerFailed, end_all_children
 from benchmarks.sides import Layout, Side, launches
-from tests.support.ports import free_port
+from harness.ports import free_port
 
 PR_SET_CHILD_SUBREAPER = 36
 WARM_OUTPUT_TOKENS = 8

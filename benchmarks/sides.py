@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from tests.support.ports import free_port
-from tests.support.torchrun import plain_environ
+from harness.ports import free_port
+from harness.torchrun import plain_environ
 
 Base = Literal["ours", "mp"]
 Device = Literal["cpu", "cuda"]

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import netns, processes, stock
+from harness import processes
+from harness.models import make_lora, make_model
+from harness.server import Server
+from harness.waiting import NOTE_PROPERTY, Note
+from tests.support import netns, stock
 from tests.support.etcd import etcd_server, why_not
-from tests.support.models import make_lora, make_model
-from tests.support.server import Server
-from tests.support.waiting import Note
 
 PR_SET_CHILD_SUBREAPER = 36
 LEFT_OVER_DEADLINE_S = 10.0
-SEEN = "seen"
 TESTS = Path(__file__).parent
 
 # Taken away, for torch and transformers do otherwise under CI, and users do not run there. The workers of
@@ -46,7 +46,7 @@ def no_process_is_left() -> Iterator[None]:
 @pytest.fixture
 def note(record_property: Callable[[str, object], None]) -> Note:
     """Keeps a line for the end of the run; a worker of pytest-xdist has nowhere to print it."""
-    return lambda line: record_property(SEEN, line)
+    return lambda line: record_property(NOTE_PROPERTY, line)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,7 +68,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for report in reports
         if getattr(report, "when", None) == "call"
         for name, line in report.user_properties
-        if name == SEEN
+        if name == NOTE_PROPERTY
     ]
     if lines:
         terminalreporter.section("seen")

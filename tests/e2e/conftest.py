@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.ports import free_port
+from harness.server import Server
 from tests.support.endpoint import NAME, Endpoint
-from tests.support.ports import free_port
-from tests.support.server import Server
 from tests.support.stock import server_command, server_environ
 
 KEY = "secret-of-the-test"

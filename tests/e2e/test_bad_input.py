@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.ports import free_port
+from harness.server import Server
+from harness.torchrun import torchrun_command
 from tests.support.job import error_lines, first_cause, job_environ
-from tests.support.ports import free_port
-from tests.support.server import Server
 from tests.support.stock import SMALL_FLAGS
-from tests.support.torchrun import torchrun_command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

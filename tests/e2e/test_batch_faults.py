@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.processes import Process, assert_gone, descendants, everybody
+from harness.waiting import wait_until
 from tests.support.batch_runs import DEADLINE_S, Bench, chat, comparable
 from tests.support.faults import rank_processes
-from tests.support.processes import Process, assert_gone, descendants, everybody
-from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 

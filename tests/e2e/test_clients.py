@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from harness.processes import look
+from harness.waiting import Note, wait_until
 from tests.support.crowd import ENDLESS, ROOM, Crowd
 from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import kill_nine
 from tests.support.job import Job, torchrun_job
-from tests.support.processes import look
-from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.waiting import Note
 from tests.support.crowd import ENDLESS, ROOM, Crowd
 from tests.support.faults import freeze, kill_nine
 from tests.support.footprint import Footprint
 from tests.support.job import Job, torchrun_job
 from tests.support.stock import PROMPTS
-from tests.support.waiting import Note
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from harness.processes import descendants
+from harness.waiting import Note, wait_until
 from tests.support.crowd import ENDLESS, ROOM, Crowd
 from tests.support.endpoint import Endpoint
 from tests.support.faults import kill_nine, pid_of_rank
 from tests.support.footprint import cpu_seconds, ports_of
 from tests.support.job import Job, torchrun_job
-from tests.support.processes import descendants
 from tests.support.stock import PROMPTS
-from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.processes import kill
+from harness.waiting import Note, wait_until
 from tests.support.job import UNSHARED, HostsJob, hosts_job
 from tests.support.netns import Hosts
-from tests.support.processes import kill
 from tests.support.stock import PROMPTS
-from tests.support.waiting import Note, wait_until
 
 # Three starts of an engine or more; test_recovery.py does the same without a model.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.netns, pytest.mark.by_hand]

@@ -11,13 +11,13 @@ from threading import Thread
 
 import pytest
 
+from harness.waiting import Note, wait_until
 from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import STUCK_TOKENS
 from tests.support.footprint import Footprint
 from tests.support.job import hosts_job, torchrun_job
 from tests.support.netns import Hosts
 from tests.support.stock import PROMPTS
-from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

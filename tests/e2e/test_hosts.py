@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.waiting import Note
 from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import kill_nine
 from tests.support.footprint import idle_cpu
 from tests.support.job import HostsJob, error_lines, first_cause, hosts_job
 from tests.support.netns import Hosts
 from tests.support.stock import PROMPTS
-from tests.support.waiting import Note
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.netns, pytest.mark.timeout(600)]
 

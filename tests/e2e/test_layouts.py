@@ -17,16 +17,16 @@ from pathlib import Path
 
 import pytest
 
+from harness.ports import free_port
+from harness.server import answers
+from harness.waiting import Note, wait_until
 from tests.support.agents import AgentsJob, agents_job
 from tests.support.crowd import ENDLESS, ROOM
 from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import kill_nine
 from tests.support.job import HTTP_PORT, hosts_job
 from tests.support.netns import Hosts
-from tests.support.ports import free_port
-from tests.support.server import answers
 from tests.support.stock import PROMPTS, Reference
-from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.waiting import Note, wait_until
 from tests.support.agents import AgentsJob, agents_job
 from tests.support.crowd import Crowd
 from tests.support.endpoint import Endpoint
 from tests.support.faults import kill_nine
 from tests.support.job import Job, torchrun_job
 from tests.support.stock import PROMPTS, Reference
-from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

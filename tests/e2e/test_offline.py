@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from harness.server import Server
+from harness.torchrun import torchrun_command
 from tests.support.footprint import Footprint
 from tests.support.job import ROOT, job_environ
-from tests.support.server import Server
 from tests.support.stock import PROMPTS, Reference
-from tests.support.torchrun import torchrun_command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from harness.waiting import Note, wait_until
 from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import kill_nine
 from tests.support.job import Job, torchrun_job
 from tests.support.stock import PROMPTS
-from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

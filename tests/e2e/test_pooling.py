@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.waiting import Note
 from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import kill_nine
 from tests.support.job import ROOT, Job, torchrun_job
 from tests.support.stock import ENVIRON, PROMPTS
-from tests.support.waiting import Note
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

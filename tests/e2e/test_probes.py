@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from harness.waiting import wait_until
 from tests.support.crowd import Crowd
 from tests.support.faults import frozen, rank_processes
 from tests.support.job import HostsJob, hosts_job
 from tests.support.netns import Hosts
-from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.ports import free_port
+from harness.server import Server
+from harness.torchrun import plain_environ
 from tests.support.netns import Hosts
-from tests.support.ports import free_port
-from tests.support.server import Server
 from tests.support.stock import ENVIRON, PROMPTS, SMALL_FLAGS, Reference
-from tests.support.torchrun import plain_environ
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from harness.processes import wait_exit
+from harness.waiting import Note, wait_until
 from tests.support.agents import agents_job
 from tests.support.crowd import ENDLESS, ROOM, Crowd
 from tests.support.endpoint import Endpoint
 from tests.support.faults import freeze, watcher_below
 from tests.support.job import Job, torchrun_job
-from tests.support.processes import wait_exit
 from tests.support.recovery import detected
 from tests.support.stock import PROMPTS
-from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 

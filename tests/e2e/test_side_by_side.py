@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.ports import free_port
+from harness.server import Server
+from harness.waiting import Note
 from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import kill_nine, watcher_below
 from tests.support.job import READY, Job, error_lines, job_environ
-from tests.support.ports import free_port
-from tests.support.server import Server
 from tests.support.stock import PROMPTS, SMALL_FLAGS
-from tests.support.waiting import Note
 
 # By hand: two servers at once take more than a minute, and CI is to stay below half an hour.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.by_hand, pytest.mark.timeout(600)]

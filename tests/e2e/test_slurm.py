@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from harness.processes import everybody, survivors
+from harness.waiting import Note, wait_until
 from tests.support import slurm
 from tests.support.endpoint import NAME, Endpoint
 from tests.support.job import job_environ
 from tests.support.netns import Hosts
-from tests.support.processes import everybody, survivors
 from tests.support.slurm import Slurm
 from tests.support.stock import PROMPTS, SMALL_FLAGS_PP, Reference
-from tests.support.waiting import Note, wait_until
 
 # By hand: Slurm's packages are large, and few machines have them.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.netns, pytest.mark.by_hand]

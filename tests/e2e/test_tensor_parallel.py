@@ -13,13 +13,13 @@ from typing import Any
 import openai
 import pytest
 
+from harness.waiting import POLL_S, Note, wait_until
 from tests.e2e.conftest import API_FLAGS, KEY, lora_flags
 from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import kill_nine
 from tests.support.footprint import idle_cpu
 from tests.support.job import Job, torchrun_job
 from tests.support.stock import PROMPTS
-from tests.support.waiting import POLL_S, Note, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

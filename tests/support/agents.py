@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from harness.ports import free_port
+from harness.server import START_DEADLINE_S, STOP_DEADLINE_S, Server
+from harness.torchrun import Rendezvous, torchrun_command
+from harness.waiting import wait_until
 from tests.support.endpoint import NAME, Endpoint
 from tests.support.footprint import Footprint
 from tests.support.job import READY, error_lines, job_environ
-from tests.support.ports import free_port
-from tests.support.server import START_DEADLINE_S, STOP_DEADLINE_S, Server
 from tests.support.stock import SMALL_FLAGS
-from tests.support.torchrun import Rendezvous, torchrun_command
-from tests.support.waiting import wait_until
 
 
 @dataclass(frozen=True)

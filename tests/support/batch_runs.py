@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from harness.processes import descendants
+from harness.server import Server
+from harness.torchrun import torchrun_command
 from tests.support.batch import Written
 from tests.support.job import job_environ
-from tests.support.processes import descendants
-from tests.support.server import Server
 from tests.support.stock import SMALL_FLAGS, SMALL_FLAGS_PP
-from tests.support.torchrun import torchrun_command
 
 DEADLINE_S = 240.0
 UNLIKE = frozenset({"id", "created", "request_id", "system_fingerprint"})

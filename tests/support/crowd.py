@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from harness.waiting import wait_until
 from tests.support.endpoint import NAME
-from tests.support.waiting import wait_until
 
 REQUEST_LIMIT_S = 60.0
 ENDLESS = 30_000

@@ -14,7 +14,7 @@ from typing import Any
 
 from openai import DefaultHttpxClient, OpenAI
 
-from tests.support.waiting import wait_until
+from harness.waiting import wait_until
 
 NAME = "tiny"  # --served-model-name, so that two servers' answers are alike
 REQUEST_LIMIT_S = 120.0

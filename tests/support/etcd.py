@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.ports import free_port
-from tests.support.server import Server
+from harness.ports import free_port
+from harness.server import Server
 
 READY = "ready to serve client requests"
 

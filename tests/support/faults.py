@@ -6,8 +6,8 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.processes import Process, descendants, look, wait_exit
-from tests.support.waiting import wait_until
+from harness.processes import Process, descendants, look, wait_exit
+from harness.waiting import wait_until
 
 STUCK_TOKENS = 777
 """A request for this many tokens hangs an engine core with `tests.support.stuck_scheduler`."""

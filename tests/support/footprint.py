@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from tests.support.processes import Process, assert_gone, descendants, is_tracker, look, survivors
-from tests.support.waiting import wait_until
+from harness.processes import Process, assert_gone, descendants, is_tracker, look, survivors
+from harness.waiting import wait_until
 
 SHARED = Path("/dev/shm")
 TIDY_S = 5.0  # for processes that only clean up after others: multiprocessing's resource tracker

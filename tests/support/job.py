@@ -8,14 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from harness.ports import free_port
+from harness.server import Server
+from harness.torchrun import Rendezvous, plain_environ, torchrun_command
 from tests.support.endpoint import NAME, Endpoint
 from tests.support.faults import rank_processes
 from tests.support.footprint import Footprint
 from tests.support.netns import Hosts
-from tests.support.ports import free_port
-from tests.support.server import Server
 from tests.support.stock import ENVIRON, SMALL_FLAGS
-from tests.support.torchrun import Rendezvous, plain_environ, torchrun_command
 
 ROOT = Path(__file__).parents[2]
 HTTP_PORT, MEETING_PORT = 8000, 29500  # on simulated hosts, where every port is free

@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+from harness.processes import Process, assert_gone, look
+from harness.waiting import wait_until
 from spmd_serve.liveness import End, WatchConfig
-from tests.support.processes import Process, assert_gone, look
-from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUND_ID = "0123456789ab"

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
 
-from tests.support.processes import Process, assert_gone, everybody, kill, look
+from harness.processes import Process, assert_gone, everybody, kill, look
 
 NETWORK = "10.231.7"  # addresses inside the namespaces only
 COMMAND_LIMIT_S = 20.0

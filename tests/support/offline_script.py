@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from harness.models import make_model
 from spmd_serve import LLM, SamplingParams
-from tests.support.models import make_model
 from tests.support.stock import MAX_TOKENS, PROMPTS
 
 RANK = int(os.environ.get("RANK", "0"))

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.ports import free_port
+from harness.server import Server
+from harness.torchrun import Rendezvous, torchrun_command
+from harness.waiting import wait_until
 from tests.support.faults import rank_processes
 from tests.support.footprint import Footprint
 from tests.support.job import HTTP_PORT, MEETING_PORT, UNSHARED, job_environ
 from tests.support.netns import Hosts
-from tests.support.ports import free_port
-from tests.support.server import Server
-from tests.support.torchrun import Rendezvous, torchrun_command
-from tests.support.waiting import wait_until
 
 MODULE = "tests.support.light_job"
 SERVE_S = 90.0

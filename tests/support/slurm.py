@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from harness.server import Server
+from harness.waiting import wait_until
 from tests.support.netns import Hosts
-from tests.support.server import Server
-from tests.support.waiting import wait_until
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel")
 START_S = 30.0

@@ -2,15 +2,12 @@
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.imports import (
     PACKAGE,
-    ROOT,
     Import,
     circle,
     imports,
@@ -130,18 +127,6 @@ def test_torch_stays_out_of_the_lower_layers() -> None:
         if not is_among(module, TORCH) and not (one.lazy and is_among(module, TORCH_IN_FUNCTIONS))
     }
     assert strays == set()
-
-
-def test_a_rank_starts_without_torch() -> None:
-    """The watcher is forked, and OpenMP's variables are set, before torch is there."""
-    program = (
-        "import sys, spmd_serve.main, spmd_serve.commands.serve, spmd_serve.job.job\n"
-        "print(*{'torch', 'numpy', 'vllm', 'fastapi'} & set(sys.modules))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
 
 
 def test_torchruns_variables_are_read_in_one_place() -> None:

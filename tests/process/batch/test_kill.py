@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 
+from harness.waiting import wait_until
 from spmd_serve.batch import BatchLine, BatchOptions, run_batch
 from spmd_serve.batch.journal import Journal
 from spmd_serve.errors import ExitCode, SpmdError
-from tests.support.waiting import wait_until
 
 LINES = 3000
 KILLS = 20

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import Note
+from harness.waiting import Note
 
 LINES = 200_000
 MOST_GROWTH_MB = 25

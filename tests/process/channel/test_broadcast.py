@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.waiting import wait_until
 from spmd_serve.channel.base import ChannelClosed, ChannelStopped, PeerSilent
 from spmd_serve.channel.broadcast import BroadcastOutbox
 from spmd_serve.channel.gloo import open_outbox
@@ -21,7 +22,6 @@ from spmd_serve.wire.codec import RefusedClass
 from spmd_serve.wire.frames import BadFrame, MessageTooLong, Seal
 from tests.support.channels import DEADLINE_S, RIGS, GlooRig, Rig, content, digest, sizes
 from tests.support.forked import Child, Children, store_server
-from tests.support.waiting import wait_until
 
 Make = Callable[..., Rig]
 LATE_S = 15.0

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from harness.server import Server
+from harness.torchrun import plain_environ, torchrun_command
 from spmd_serve.batch import BatchOptions
 from spmd_serve.commands.batch import BatchJob, final_exit_code
 from spmd_serve.config.flags import Flags
@@ -14,8 +16,6 @@ from spmd_serve.errors import ExitCode
 from spmd_serve.system.torchrun_env import TorchrunEnv
 from tests.support.batch import Engine, Place, backwards
 from tests.support.job import ROOT
-from tests.support.server import Server
-from tests.support.torchrun import plain_environ, torchrun_command
 
 DEADLINE_S = 60.0
 OPTIONS = BatchOptions(input_file="in.jsonl", output_file="out.jsonl")

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
+from harness.ports import free_port
+from harness.server import Server
+from harness.torchrun import Rendezvous, plain_environ, torchrun_command
+from harness.waiting import Note, wait_until
 from tests.support.batch import Place, request
 from tests.support.faults import rank_processes
 from tests.support.job import ROOT
-from tests.support.ports import free_port
-from tests.support.server import Server
-from tests.support.torchrun import Rendezvous, plain_environ, torchrun_command
-from tests.support.waiting import Note, wait_until
 from tests.support.web import web_server
 
 DEADLINE_S = 60.0

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from harness.ports import free_port
 from spmd_serve.system.cores import format_cpus
-from tests.support.ports import free_port
 
 PROGRAM = """
 import sys
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from spmd_serve.engine.gloo_devices import share_gloo_device
-from tests.support.waiting import wait_until
+from harness.waiting import wait_until
 
 share_gloo_device()
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 1, True)
@@ -60,7 +60,7 @@ FREE = """
 import os, sys
 import torch.distributed as dist
 from pathlib import Path
-from tests.support.waiting import wait_until
+from harness.waiting import wait_until
 from spmd_serve.system import cores
 from spmd_serve.engine.gloo_devices import free_gloo_threads
 

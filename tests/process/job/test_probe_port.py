@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.ports import free_port
+from harness.waiting import Note, wait_until
 from tests.support.faults import kill_nine
 from tests.support.job import error_lines
-from tests.support.ports import free_port
 from tests.support.recovery import light_job
-from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.processes import descendants
+from harness.server import Server
+from harness.waiting import Note, wait_until
 from tests.support.faults import freeze, frozen, kill_nine, rank_processes, watcher_below
 from tests.support.footprint import Footprint
 from tests.support.netns import Hosts
-from tests.support.processes import descendants
 from tests.support.recovery import LightJob, Round, detected, light_job
-from tests.support.server import Server
-from tests.support.waiting import Note, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.processes import assert_gone, look
+from harness.processes import assert_gone, look
 
 PARENT = """
 import multiprocessing, os, sys

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.server import Server
+from harness.server import Server
 
 Documents = dict[tuple[str, str], dict[str, Any]]  # Kubernetes' objects by kind and name
 

@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
+from harness.waiting import wait_until
 from spmd_serve.liveness import watcher_address
 from spmd_serve.liveness.cleanup import SHARED, make_scratch
 from tests.support.liveness import PATIENCE_S, ROUND_ID, Job
-from tests.support.waiting import wait_until
 
 
 def test_the_watcher_of_a_later_round_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from harness.waiting import wait_until
 from spmd_serve.liveness import End
 from spmd_serve.wire.lines import LineBuffer, Seal, unpack
 from tests.support.faults import frozen
 from tests.support.liveness import PATIENCE_S, Actor, Host, Job
-from tests.support.waiting import wait_until
 
 TOLD_S = 10.0
 """Half a second on a quiet machine. A starved one may take longer; silence alone would take `QUIET_S`."""

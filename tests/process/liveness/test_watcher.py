@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.processes import assert_gone, look
+from harness.waiting import wait_until
 from spmd_serve.liveness import End
 from tests.support.faults import frozen
 from tests.support.liveness import PATIENCE_S, Actor, Host, Job
-from tests.support.processes import assert_gone, look
 from tests.support.view import fetch_view
-from tests.support.waiting import wait_until
 
 TOLD_S = 10.0
 """0.4 s on a quiet machine. A starved one may take longer; silence alone would take `QUIET_S`."""

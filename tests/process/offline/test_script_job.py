@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.processes import descendants
+from harness.server import Server
+from harness.torchrun import plain_environ, torchrun_command
+from harness.waiting import wait_until
 from tests.support.footprint import Footprint
 from tests.support.job import ROOT
-from tests.support.processes import descendants
-from tests.support.server import Server
-from tests.support.torchrun import plain_environ, torchrun_command
-from tests.support.waiting import wait_until
 
 DEADLINE_S = 60.0
 MODULE = "tests.support.script_job"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from harness.ports import free_port
 from spmd_serve.errors import PeerLost, SpmdError, UsageError
 from spmd_serve.rendezvous import handshake, join, store
 from spmd_serve.rendezvous.join import connect_store, join_round
@@ -22,7 +23,6 @@ from spmd_serve.system.torchrun_env import TorchrunEnv
 from spmd_serve.topology import Cluster
 from tests.support.faults import freeze, frozen, thaw
 from tests.support.forked import Child, Children, store_server
-from tests.support.ports import free_port
 
 WORLD = 4
 LOOPBACK = Route("127.0.0.1", "lo")

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import faults, processes
-from tests.support.models import SHAPES, SPECIAL_TOKENS, Shape, byte_tokenizer, make_lora, make_model
+from harness import processes
+from harness.models import SHAPES, SPECIAL_TOKENS, Shape, byte_tokenizer, make_lora, make_model
+from harness.ports import free_port
+from harness.server import Server
+from harness.torchrun import Rendezvous, plain_environ, torchrun_command
+from harness.waiting import DeadlineError, wait_until
+from tests.support import faults
 from tests.support.netns import Hosts
-from tests.support.ports import free_port
-from tests.support.server import Server
-from tests.support.torchrun import Rendezvous, plain_environ, torchrun_command
-from tests.support.waiting import DeadlineError, wait_until
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 # A child that outlives its parent's SIGTERM, as a careless server leaves one.

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from harness.processes import Process, assert_gone, look
 from spmd_serve.liveness.procfs import ProcFile, ending_of
 from spmd_serve.system.process import Ending, has_ended, open_pidfd, reaped_ending, send_signal, wait_readable
 from tests.support.liveness import ROOT
-from tests.support.processes import Process, assert_gone, look
 
 WAYS = {
     "forked by the main thread": "hook(); child()",

@@ -70,7 +70,7 @@ def test_nccl_accepts_drivers_on_the_node_of_their_first_rank(
 
 def test_nccl_rejects_a_driver_on_another_node_than_its_first_rank() -> None:
     with pytest.raises(
-        UsageError, match=r"--control-backend nccl .* the driver of replica 1 runs on host0, .*--lb hybrid"
+        UsageError, match=r"--control-backend nccl .* the driver of replica 1 is on host0, .*--lb hybrid"
     ):
         check_backend("nccl", "internal", Layout(2, 1, 2), on_gpus(2, 2))
     check_backend("auto", "internal", Layout(2, 1, 2), on_gpus(2, 2))

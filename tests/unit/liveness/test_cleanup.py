@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,7 @@ def test_all_processes_of_a_round_use_one_folder_which_is_removed_with_its_conte
 
 @pytest.mark.parametrize("obstacle", ["file", "link", "no parent folder", "long path"])
 def test_vllm_uses_its_own_folder_if_ours_cannot_be_made(
-    address: str, monkeypatch: pytest.MonkeyPatch, obstacle: str
+    address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, obstacle: str
 ) -> None:
     folder = scratch_folder(address)
     if obstacle == "file":
@@ -36,7 +37,7 @@ def test_vllm_uses_its_own_folder_if_ours_cannot_be_made(
     elif obstacle == "link":
         folder.symlink_to("/tmp")
     else:
-        parent = "/nonexistent" if obstacle == "no parent folder" else f"/tmp/{'x' * 60}"
+        parent = str(tmp_path / "missing") if obstacle == "no parent folder" else f"/tmp/{'x' * 60}"
         monkeypatch.setattr(tempfile, "tempdir", parent)
     assert make_scratch(address) is None
     environ: dict[str, str] = {}

@@ -1,8 +1,6 @@
 """torchrun's variables, and what its agent was told."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -175,15 +173,3 @@ def test_no_torchrun_above(tmp_path: Path) -> None:
     proc_entry(tmp_path, 50, ["bash"], {}, 1)
     assert rendezvous_host(50, tmp_path) is None
     assert rendezvous_host(60, tmp_path) is None
-
-
-def test_the_endpoint_of_a_real_process() -> None:
-    program = "import sys; print(flush=True); sys.stdin.read()"
-    words = [sys.executable, "-c", program, "torchrun", "--rdzv-endpoint", "head:1", "--", "x"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            process.stdout.readline()
-            assert rendezvous_host(process.pid) == "head"
-        finally:
-            process.kill()

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from harness.waiting import wait_until
 from spmd_serve.liveness import NullStatusEntry
 from spmd_serve.wire.frames import Kind
 from tests.support.rings import connected
-from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 

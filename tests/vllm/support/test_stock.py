@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.models import Shape, make_model
+from harness.models import Shape, make_model
 from tests.support.stock import MAX_TOKENS, PROMPTS, Reference
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -7,9 +7,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 POLL_S = 0.05
+NOTE_PROPERTY = "seen"
+"""The property under which pytest's reports, also those in XML, hold the lines of a `Note`."""
 
 Note = Callable[[str], None]
-"""Keeps a line of a test for pytest's summary."""
+"""Keep a line of a test for pytest's summary."""
 
 
 class DeadlineError(AssertionError):

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from tests.support.processes import assert_gone, descendants, kill, wait_exit
-from tests.support.waiting import DeadlineError, wait_until
+from harness.processes import assert_gone, descendants, kill, wait_exit
+from harness.waiting import DeadlineError, wait_until
 
 START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 40.0

@@ -1,6 +1,6 @@
 """Tiny models made on the spot: random weights from a fixed seed, no model hub.
 
-`python -m tests.support.models qwen3 OUTDIR` writes one by hand. Needs torch, safetensors and tokenizers
+`python -m harness.models qwen3 OUTDIR` writes one by hand. Needs torch, safetensors and tokenizers
 only, so it takes two seconds. The weights are scaled so that greedy text depends on the whole prompt, rarely
 hangs on a near tie (the best token leads by more than 1 nat, median), is printable ASCII, and never ends by
 itself: `max_tokens` decides the length.

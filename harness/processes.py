@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.waiting import wait_until
+from harness.waiting import wait_until
 
 
 @dataclass(frozen=True)
