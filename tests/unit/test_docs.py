@@ -74,8 +74,9 @@ def test_the_readme_and_the_overview_are_short() -> None:
     assert len((ROOT / "docs" / "architecture.md").read_text().split()) <= LONGEST_OVERVIEW
 
 
-def test_the_file_table_is_up_to_date() -> None:
+def test_the_file_tables_are_up_to_date() -> None:
     assert file_table.PAGE.read_text() == file_table.page(), "run python docs/file_table.py"
+    assert file_table.SUPPORT_PAGE.read_text() == file_table.support_page(), "run python docs/file_table.py"
 
 
 def test_the_page_of_flags_lists_what_is_refused() -> None:
