@@ -28,7 +28,7 @@ from benchmarks import load, machine
 from benchmarks.load import Load, LoadError, Shape
 from benchmarks.machine import cpu_seconds
 from benchmarks.servers import Running, ServerFailed, end_all_children
-from benchmarks.sides import FLAGS, PATIENT, Launch, stock_door, torchrun
+from benchmarks.sides import FLAGS, PATIENT, Launch, stock_entry, torchrun
 from benchmarks.sides import Layout as SideLayout
 from harness.ports import free_port
 from harness.processes import Process, descendants, look
@@ -168,7 +168,7 @@ def ours(asked: Asked, replicas: int) -> Running:
 def stock(asked: Asked, replicas: int) -> Running:
     """vLLM's own server, each replica on a core of its own where there are enough."""
     port = free_port()
-    command = [sys.executable, *stock_door(headless=False), "--model", asked.model, *flags(port, replicas)]
+    command = [sys.executable, *stock_entry(headless=False), "--model", asked.model, *flags(port, replicas)]
     cores = sorted(os.sched_getaffinity(0))
     bound = "|".join(map(str, cores[:replicas])) if len(cores) >= replicas else "nobind"
     variables = environ(asked) | {"VLLM_CPU_OMP_THREADS_BIND": bound}

@@ -142,7 +142,7 @@ def torchrun(layout: Layout, port: int) -> list[str]:
 
 def stock(layout: Layout, host: int, port: int, model: str) -> list[str]:
     """vLLM's own server with its `mp` executor; on hosts beside the head without HTTP."""
-    command = [sys.executable, *stock_door(headless=host > 0), "--model", model]
+    command = [sys.executable, *stock_entry(headless=host > 0), "--model", model]
     command += ["--distributed-executor-backend", "mp"]
     if layout.hosts > 1:
         command += ["--nnodes", str(layout.hosts), "--node-rank", str(host)]
@@ -150,7 +150,7 @@ def stock(layout: Layout, host: int, port: int, model: str) -> list[str]:
     return command if host == 0 else [*command, "--headless"]
 
 
-def stock_door(*, headless: bool) -> tuple[str, ...]:
+def stock_entry(*, headless: bool) -> tuple[str, ...]:
     """Python's arguments for `vllm serve`, or for what comes nearest to it."""
     try:
         version("vllm")

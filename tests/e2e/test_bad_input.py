@@ -51,7 +51,7 @@ def alone(tmp_path: Path, words: list[str], **variables: str) -> tuple[int, str]
 
 
 def on_ranks(ranks: int, tmp_path: Path, words: list[str]) -> str:
-    """Runs it under torchrun: what the ranks say in one voice, and torchrun in its last words."""
+    """Run it under torchrun; return the common message of the ranks and the end of torchrun's output."""
     with Server(torchrun_command(ranks, words), tmp_path / "log", environ=job_environ()) as server:
         assert server.wait_exit(LIMIT_S) not in (0, -signal.SIGKILL)
         said = error_lines(server)

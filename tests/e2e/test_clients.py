@@ -42,7 +42,7 @@ def job(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @contextmanager
 def watched(endpoint: Endpoint) -> Iterator[dict[str, tuple[int, Any]]]:
-    """Asks all the time inside the block; each route's first answer that is no 200, or names a verdict."""
+    """Send requests inside the block; keep each route's first answer that is not 200 or names a root cause."""
     refused: dict[str, tuple[int, Any]] = {}
     over = threading.Event()
 
@@ -88,7 +88,7 @@ def test_a_killed_rank_is_told_to_everybody_at_once(job: Job, note: Note) -> Non
     for path in refused.keys() & {"/health", "/ready"}:
         status, body = refused[path]
         if path == "/ready" and body["status"] == "draining":
-            continue  # torchrun's signal on the other ranks may come before the verdict
+            continue  # torchrun's signal may reach the other ranks before the root cause
         assert (status, body["status"], body["rank"]) == (503, "failed", 1)
         assert "was killed by SIGKILL" in body["cause"] and body["hostname"]
     if "/topology" in refused:

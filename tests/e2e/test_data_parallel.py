@@ -73,7 +73,7 @@ def test_two_api_servers_answer(job: Job, ours: Endpoint) -> None:
 
 
 def test_a_killed_api_server_ends_the_whole_job(job: Job, ours: Endpoint, note: Note) -> None:
-    """The verdict names it, and the other one has time to tell its clients."""
+    """The root cause names it, and the other endpoint has time to answer its clients."""
     footprint, victim = job.footprint(), api_servers(job)[1]
     with Crowd(ours.url, streams=8, plain=0, tokens=ENDLESS) as crowd:
         crowd.wait_begun()

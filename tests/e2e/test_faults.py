@@ -74,7 +74,7 @@ def test_an_engine_core_that_hangs_between_steps_is_named(
             f"all gone after {gone:.2f} s"
         )
         assert status in (500, 503) and answer["error"]["code"] == status
-        assert told > 11.0  # 5 s after a rank would be accused
+        assert told > 11.0  # 5 s after a rank would be reported
         assert job.server.wait_exit(5.0) not in (0, -signal.SIGKILL)
     assert re.search(r"engine core \(pid \d+, node \S+\) hung: its loop has made no progress", job.summary())
     assert "in schedule" in job.server.text()

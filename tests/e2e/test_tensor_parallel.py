@@ -363,10 +363,10 @@ class TestOtherRoutes:
             assert mine == theirs and mine[0] in (400, 404)
 
     def test_only_who_has_the_key_is_answered(self, ours: Endpoint) -> None:
-        stranger = Endpoint(ours.url, "guess")
+        other = Endpoint(ours.url, "guess")
         with pytest.raises(openai.AuthenticationError):
-            stranger.client.models.list()
-        assert stranger.call("/health")[0] == 200
+            other.client.models.list()
+        assert other.call("/health")[0] == 200
 
     def test_metrics_count_the_tokens(self, ours: Endpoint) -> None:
         before = ours.metric("vllm:generation_tokens_total")
