@@ -42,7 +42,7 @@ def job(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @contextmanager
 def watched(endpoint: Endpoint) -> Iterator[dict[str, tuple[int, Any]]]:
-    """Send requests inside the block; keep each route's first answer that is not 200 or names a root cause."""
+    """Ask inside the block; keep each route's first answer that is not 200 or names a root cause."""
     refused: dict[str, tuple[int, Any]] = {}
     over = threading.Event()
 

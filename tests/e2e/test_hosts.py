@@ -149,7 +149,7 @@ class TestFlatGloo:
 
 
 def said_once(job: HostsJob) -> str:
-    """Return the one mistake that its ranks have printed; a rank that the root cause ends first prints none."""
+    """Return the one mistake that its ranks printed; a rank ended by the root cause prints none."""
     said = [line for server in job.servers.values() for line in error_lines(server)]
     assert 1 <= len(said) <= 2 and len(set(said)) == 1, said
     return said[0]
