@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Slow files come first so that no worker is left alone with one at the end.
     """
     for item in items:
-        item.add_marker(item.path.relative_to(TESTS).parts[0])
+        if item.path.is_relative_to(TESTS):  # a test of this file runs tests from another folder
+            item.add_marker(item.path.relative_to(TESTS).parts[0])
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow)
 

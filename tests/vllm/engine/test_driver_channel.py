@@ -21,6 +21,7 @@ class Turns(NullStatusEntry):
     """Counts the turns of a driver."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.turns = 0
         self.state_name = ""
 
