@@ -36,8 +36,8 @@ _ENV_PER_HOST = re.compile(
     r"|OBJECT_STORAGE_SHM_BUFFER_NAME|DIST_IDENT)"
     r"|NCCL_(SOCKET_IFNAME|IB_HCA|TOPO_FILE|GRAPH_FILE|CONF_FILE|DEBUG.*)"
 )
-# What Kubernetes sets in a pod for each service of its namespace (service links), as "name=value". The name of
-# VLLM_X_PORT may be a setting of vLLM, so its value decides.
+# What Kubernetes sets in a pod for each service of its namespace (service links), as "name=value". The name
+# of VLLM_X_PORT may be a setting of vLLM, so its value decides.
 _SERVICE_LINK = re.compile(
     r"(VLLM|NCCL)_(.*_)?(SERVICE_HOST=.*|SERVICE_PORT(_\w+)?=.*|PORT=(tcp|udp|sctp)://.*"
     r"|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?=.*)",
