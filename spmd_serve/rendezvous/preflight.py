@@ -36,6 +36,13 @@ _ENV_PER_HOST = re.compile(
     r"|OBJECT_STORAGE_SHM_BUFFER_NAME|DIST_IDENT)"
     r"|NCCL_(SOCKET_IFNAME|IB_HCA|TOPO_FILE|GRAPH_FILE|CONF_FILE|DEBUG.*)"
 )
+# What Kubernetes sets in a pod for each service of its namespace (service links), as "name=value". The name
+# of VLLM_X_PORT may be a setting of vLLM, so its value decides.
+_SERVICE_LINK = re.compile(
+    r"(VLLM|NCCL)_(.*_)?(SERVICE_HOST=.*|SERVICE_PORT(_\w+)?=.*|PORT=(tcp|udp|sctp)://.*"
+    r"|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?=.*)",
+    re.DOTALL,
+)
 _SECRET = re.compile(r"(^|[-_])(key|token|password|secret)s?($|[-_])", re.IGNORECASE)
 # A flag such as --max-num-batched-tokens is no secret.
 _NO_SECRET = re.compile(r"tokens|tokenizer|key[-_]file|token[-_]id", re.IGNORECASE)
@@ -78,7 +85,8 @@ def collect(
         if value is not None and flag not in skipped:
             items[f"flag {flag}"] = _guarded(flag, _text(value))
     for name, value in environ.items():
-        if (name.startswith(_ENV_PREFIXES) and not _ENV_PER_HOST.fullmatch(name)) or name in _ENV_NAMES:
+        ignored = _ENV_PER_HOST.fullmatch(name) or _SERVICE_LINK.fullmatch(f"{name}={value}")
+        if (name.startswith(_ENV_PREFIXES) and not ignored) or name in _ENV_NAMES:
             items[f"env {name}"] = _guarded(name, value)
     if model_path:
         revision = flags.get("revision", flags.get("--revision"))

@@ -157,7 +157,7 @@ def node_range(agent_pid: int, proc: Path = Path("/proc")) -> tuple[int, int] | 
 def _agent(pid: int, proc: Path) -> tuple[dict[str, str], dict[str, str]] | None:
     """Options and environment of the torchrun agent at or above a process."""
     for _ in range(_ANCESTORS):
-        if pid <= 1:
+        if pid < 1:  # 1 may be the agent itself: the first process of a container
             return None
         entry = proc / str(pid)
         try:

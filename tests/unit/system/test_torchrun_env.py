@@ -169,6 +169,31 @@ def test_how_many_nodes_torchrun_may_run_the_job_on(
     assert node_range(50, tmp_path) == nodes
 
 
+AGENT = ["torchrun", "--nnodes=1:4", "--rdzv-endpoint=head:1"]
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        [AGENT],
+        [["bash", "-c", "torchrun --rdzv-endpoint=no; true"], AGENT],
+        [AGENT, ["bash", "wrapper.sh"], ["env", "A=b"]],
+    ],
+    ids=["the agent is process 1", "a shell is process 1", "a wrapper below process 1"],
+)
+def test_the_first_process_of_a_container(tmp_path: Path, chain: list[list[str]]) -> None:
+    for pid, words in enumerate(chain, 1):
+        proc_entry(tmp_path, pid, words, {}, pid - 1)
+    assert rendezvous_host(len(chain), tmp_path) == "head"
+    assert node_range(len(chain), tmp_path) == (1, 4)
+
+
+def test_an_init_process_is_no_agent(tmp_path: Path) -> None:
+    proc_entry(tmp_path, 1, ["/sbin/init"], {"PET_RDZV_ENDPOINT": "head:1"}, 0)
+    assert rendezvous_host(1, tmp_path) is None
+    assert node_range(1, tmp_path) is None
+
+
 def test_no_torchrun_above(tmp_path: Path) -> None:
     proc_entry(tmp_path, 50, ["bash"], {}, 1)
     assert rendezvous_host(50, tmp_path) is None
