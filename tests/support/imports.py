@@ -29,7 +29,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(source: str) -> list[Import]:
-    """Every import in a source text, those inside functions too; not those for type checkers alone."""
+    """Return every import in a source text, also those inside functions and under TYPE_CHECKING."""
     return list(_walk(ast.parse(source), lazy=False))
 
 
@@ -40,16 +40,9 @@ def _walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
         elif isinstance(child, ast.ImportFrom):
             assert child.module is not None and child.level == 0, f"line {child.lineno}: a relative import"
             yield from (Import(f"{child.module}.{alias.name}", child.lineno, lazy) for alias in child.names)
-        elif isinstance(child, ast.If) and _is_type_checking(child.test):
-            for other in child.orelse:
-                yield from _walk(other, lazy)
         else:
             inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             yield from _walk(child, lazy or inside)
-
-
-def _is_type_checking(test: ast.expr) -> bool:
-    return "TYPE_CHECKING" in (getattr(test, "id", ""), getattr(test, "attr", ""))
 
 
 def own_imports(known: Mapping[str, Path]) -> dict[str, set[str]]:

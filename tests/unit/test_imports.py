@@ -152,13 +152,15 @@ class TestTheReader:
         source = (
             "import a.b\n"
             "from c import d as e, f\n"
-            "if TYPE_CHECKING:\n    import hidden\n"
+            "if TYPE_CHECKING:\n    import h\nelse:\n    import i\n"
             "class X:\n    async def y(self):\n        try:\n            import g\n        finally: pass\n"
         )
         assert [(one.name, one.lazy) for one in imports(source)] == [
             ("a.b", False),
             ("c.d", False),
             ("c.f", False),
+            ("h", False),
+            ("i", False),
             ("g", True),
         ]
 
