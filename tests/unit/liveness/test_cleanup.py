@@ -1,4 +1,4 @@
-"""The folder for vLLM's local sockets: one for each round, private, and removed with its content."""
+"""The folder for vLLM's local sockets: private, one for each round, and removed with its content."""
 
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +10,8 @@ from spmd_serve.liveness.cleanup import VARIABLE, make_scratch, remove_scratch, 
 
 
 @pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    # `tmp_path` comes first: with its first use pytest creates its base folder in `tempfile.tempdir`.
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own is too long for a socket
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield "@spmd-serve-0-1-2-3-0"
