@@ -205,7 +205,7 @@ def _run(
         code = ExitCode.OK if early_end is None else early_end.exit_code
         if early_end is not None:
             log.say(f"spmd_serve: {early_end}")
-        link.announce_end(End(*part, code, early=True))
+        link.announce_end(End(*part, code, unserved=True))
         os._exit(code)
 
     code = 0

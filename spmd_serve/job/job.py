@@ -260,13 +260,13 @@ class Job:
         """Announce the end of a job that has no child yet, and exit."""
         if self.end_code is None:
             self.end_code = ExitCode.OK if self.early_end is None else self.early_end.exit_code
-        self.link.announce_end(End(code=self.end_code, early=not self.life.has_seen(JobEvent.LOADED)))
+        self.link.announce_end(End(code=self.end_code, unserved=not self.life.has_seen(JobEvent.LOADED)))
         self._exit_after_end()
 
     def _on_end(self, end: End) -> None:
         self.end_code = end.code
         self.life.apply(JobEvent.END_ANNOUNCED)
-        if end.early or not self.life.has_seen(JobEvent.LOADED):
+        if end.unserved or not self.life.has_seen(JobEvent.LOADED):
             self._exit_after_end()
         timer = threading.Timer(END_S, os._exit, (self.exit_code(end.code),))
         timer.daemon = True

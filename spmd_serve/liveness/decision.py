@@ -83,7 +83,7 @@ class RootCauseDecision:
         """Declare a report of this watcher to be the root cause."""
         waited = self._arbiter.waited(failure.key, self._state.now)
         detect_s = round((failure.age_s or 0.0) + waited, 3)
-        self.declare(RootCause(failure.cause, failure.rank, failure.host, time.time(), detect_s))
+        self.declare(RootCause(failure.cause, failure.rank, failure.hostname, time.time(), detect_s))
 
     def declare(self, root_cause: RootCause) -> None:
         """Declare the root cause, once."""

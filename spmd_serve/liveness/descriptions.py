@@ -92,7 +92,7 @@ def node_silent(node: str, for_s: float) -> str:
 
 
 def node_lost(node: str, silent_s: float, rank_timeout: float) -> str:
-    """Describe a node whose watcher has closed its connection without saying goodbye.
+    """Describe a node whose watcher has closed its connection without announcing its end.
 
     If it was silent before, that is the reason: members kill a watcher that is stopped.
     """

@@ -38,7 +38,7 @@ class EndProtocol:
         self._ends: list[End] = []
         self._at_end: list[Callable[[], None]] = []
         self._after_end: list[Callable[[], None]] = []
-        self._head_is_told = False
+        self._head_knows = False
         self._everything_drained = False
         subscribers.on_drained = self.advance
 
@@ -62,7 +62,7 @@ class EndProtocol:
     def advance(self) -> None:
         """When nothing is in flight on any node, tell those ranks of this node that have a number.
 
-        Before the ranks have met none has a number: all are told then, because there is nothing to finish.
+        Before the rendezvous no rank has a number: all are told then, because there is nothing to finish.
         """
         if self.drain_reason is None or not self._subscribers.drained(self._state.now):
             return
@@ -88,8 +88,8 @@ class EndProtocol:
         if self._everything_drained or self._state.config is None:
             return True
         if uplink is not None:
-            if uplink.is_joined and not self._head_is_told:
-                self._head_is_told = True
+            if uplink.is_joined and not self._head_knows:
+                self._head_knows = True
                 uplink.send({"t": "drained"})
             return not uplink.is_joined
         if head is not None and not head.all_drained:
@@ -127,8 +127,8 @@ class EndProtocol:
         parts = {one.part for one in self._ends}
         if len(parts) < end.of:
             return
-        early = {one.part for one in self._ends if one.early} == parts
-        self.finish(End(code=max(one.code for one in self._ends), early=early))
+        unserved = {one.part for one in self._ends if one.unserved} == parts
+        self.finish(End(code=max(one.code for one in self._ends), unserved=unserved))
         waiting, self._at_end = self._at_end, []
         for then in waiting:
             if self._peers.head is not None:

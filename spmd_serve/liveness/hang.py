@@ -10,7 +10,7 @@ _SETTLED_TURNS = 2
 """After loading a driver may pause once more (Python's collector) before it beats evenly."""
 _LOOK_S = 0.5
 _RANKS_FIRST_S = 5.0
-"""A rank that hangs in a step explains a driver that does not get on, so it is to be accused first."""
+"""A rank that hangs in a step explains a driver that makes no progress, so it is reported first."""
 TROUBLES: tuple[Trouble, ...] = ("stopped", "stuck", "idle", "stalled")
 
 
@@ -20,8 +20,8 @@ class Sighting:
 
     stopped: the kernel says so (state T).  started, done: steps.  turned: its own time of the loop's last
     turn.
-    state: what it says that it does.  works_since: its own time at which its loop, a driver's, last got on
-    with its work; 0.0: it waits for some.
+    state: what it says that it does.  works_since: its own time at which its loop, a driver's, last made
+    progress with its work; 0.0: it has none.
     """
 
     stopped: bool

@@ -10,7 +10,7 @@ from spmd_serve.liveness import descriptions
 from spmd_serve.liveness.decision import RootCauseDecision
 from spmd_serve.liveness.event_loop import Connection, Listener, Loop, log
 from spmd_serve.liveness.protocol import beat_s
-from spmd_serve.liveness.root_cause import FailureReport, Weight, host_key, patience_s
+from spmd_serve.liveness.root_cause import FailureReport, Weight, node_key, patience_s
 from spmd_serve.liveness.state import WatcherState
 from spmd_serve.wire.lines import BadLine, Message, Seal, pack
 
@@ -23,7 +23,7 @@ _PENDING_S = 10.0
 def silence_s(rank_timeout: float) -> float:
     """Return after how many seconds without a message from its watcher a node is reported."""
     # The last message was sent up to one beat before.
-    return patience_s(rank_timeout, Weight.HOST, beat_s(rank_timeout) / 2)
+    return patience_s(rank_timeout, Weight.NODE, beat_s(rank_timeout) / 2)
 
 
 @dataclass(eq=False)
@@ -135,7 +135,7 @@ class Head:
 
     def _report(self, number: int, cause: str, age_s: float | None) -> None:
         rank, hostname = self._state.only_rank(number), self._state.hostnames[number]
-        failure = FailureReport(host_key(number), Weight.HOST, cause, rank, hostname, number, age_s)
+        failure = FailureReport(node_key(number), Weight.NODE, cause, rank, hostname, number, age_s)
         self._decision.report_failure(failure)
 
     # Connections.
@@ -183,7 +183,7 @@ class Head:
 
     def _handle(self, node: Node, number: int, message: Message) -> None:
         node.heard = self._state.now
-        self._decision.retract(host_key(number))
+        self._decision.retract(node_key(number))
         kind = message["t"]
         if kind == "beat":
             node.table = [dict(row) for row in message["table"]]

@@ -9,7 +9,12 @@ Labels = Mapping[str, object]
 
 # Key in a member's row, metric name, metric type, help text.
 _OF_RANKS = (
-    ("age_s", "rank_sign_age_seconds", "gauge", "Seconds since the rank's last sign of life."),
+    (
+        "age_s",
+        "rank_sign_age_seconds",
+        "gauge",
+        "Seconds since the rank's last step or heartbeat.",
+    ),
     ("steps", "rank_steps_total", "counter", "Driver's messages that the rank has executed."),
     ("busy_s", "rank_busy_seconds_total", "counter", "Seconds that the rank has spent executing them."),
     ("in_flight_s", "rank_step_in_flight_seconds", "gauge", "Age of the step in flight."),
@@ -51,7 +56,7 @@ def _lines(view: Mapping[str, Any]) -> Iterator[str]:
             yield from _metric(name, kind, text, samples)
     nodes = [({"host": node["hostname"]}, node["seen_s_ago"]) for node in view["nodes"]]
     seen = [(labels, age) for labels, age in nodes if age is not None]
-    yield from _metric("host_sign_age_seconds", "gauge", "Seconds since a node's last sign of life.", seen)
+    yield from _metric("host_sign_age_seconds", "gauge", "Age of a node's last message, seconds.", seen)
     yield from _of_failures(view.get("history") or {}, view["root_cause"])
 
 
@@ -64,7 +69,7 @@ def _of_failures(history: Mapping[str, Any], root_cause: Mapping[str, Any] | Non
         (
             "detect_s",
             "last_failure_detect_seconds",
-            "From the last sign of life, or the death, to its detection.",
+            "From the death, or the last activity of what hung, to its detection.",
         ),
     ):
         yield from _metric(name, "gauge", text, [({}, last[field])] if last.get(field) is not None else [])

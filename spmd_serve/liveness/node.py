@@ -79,7 +79,7 @@ class Uplink:
 
     def _report(self, cause: str, age_s: float | None) -> None:
         rank, hostname = self._state.only_rank(0), self._state.hostnames[0]
-        self._decision.report_failure(FailureReport(HEAD_KEY, Weight.HOST, cause, rank, hostname, 0, age_s))
+        self._decision.report_failure(FailureReport(HEAD_KEY, Weight.NODE, cause, rank, hostname, 0, age_s))
 
     # Connecting.
 

@@ -15,7 +15,7 @@ class Weight(IntEnum):
     """Ended with an exit code, or unknown how, and reported nothing. Often a consequence of another end."""
     HUNG = 2
     """A step makes no progress: all ranks of a collective then look alike."""
-    HOST = 3
+    NODE = 3
     """A whole node is silent, or its watcher is gone."""
     IDLE_DRIVER = 4
     """A driver sends no heartbeats (all its ranks are then idle for too long as well), or its loop hangs."""
@@ -25,26 +25,26 @@ class Weight(IntEnum):
     """A process noticed only that another one is gone."""
 
 
-def host_key(number: int) -> str:
+def node_key(number: int) -> str:
     """Return the key of reports about a whole node."""
     return f"node {number}"
 
 
-HEAD_KEY = host_key(0)
+HEAD_KEY = node_key(0)
 """The key of reports about the head, which cannot decide on its own loss."""
 
 SETTLE_S: Mapping[Weight, float] = {
     Weight.OWN: 0.3,
     Weight.UNEXPLAINED: 0.3,
     Weight.HUNG: 2.0,  # the stacks are written meanwhile
-    Weight.HOST: 1.2,
+    Weight.NODE: 1.2,
     Weight.IDLE_DRIVER: 3.0,  # above heartbeat interval plus poll: a stopped driver is noticed by then
     Weight.IDLE: 3.0,
     Weight.PEER: 2.0,
 }
 """How long a report waits for a more causal one, seconds."""
 
-_SHORTEST_PATIENCE: Mapping[Weight, float] = {Weight.OWN: 1 / 2, Weight.HOST: 3 / 4}
+_SHORTEST_PATIENCE: Mapping[Weight, float] = {Weight.OWN: 1 / 2, Weight.NODE: 3 / 4}
 """Parts of the rank timeout: a stop is certain, but a node may be silent for a second without being lost."""
 
 
@@ -57,7 +57,7 @@ def patience_s(rank_timeout: float, weight: Weight, look_s: float) -> float:
     return max(_SHORTEST_PATIENCE[weight] * rank_timeout, rank_timeout - SETTLE_S[weight] - 2 * look_s)
 
 
-_FINAL = (Weight.OWN, Weight.UNEXPLAINED, Weight.HOST, Weight.PEER)
+_FINAL = (Weight.OWN, Weight.UNEXPLAINED, Weight.NODE, Weight.PEER)
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class FailureReport:
     """A process or a node is gone or stuck.
 
     key: the subject; each key is recorded once.  order: decides between reports of the same weight and
-    moment. age_s: seconds since the last sign of life, if known.
+    moment. age_s: seconds since the last activity, if known.
     """
 
     key: str
     weight: Weight
     cause: str
     rank: int | None
-    host: str
+    hostname: str
     order: int = 0
     age_s: float | None = None
 
@@ -89,7 +89,7 @@ class FailureReport:
             weight=Weight(plain["weight"]),
             cause=str(plain["cause"]),
             rank=None if rank is None else int(rank),
-            host=str(plain["host"]),
+            hostname=str(plain["hostname"]),
             order=int(plain["order"]),
             age_s=None if age_s is None else float(age_s),
         )

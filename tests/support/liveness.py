@@ -128,19 +128,19 @@ class Actor:
         self.process.stdout.close()
 
 
-class Host:
+class Node:
     """A node: a stand-in for the agent, and the actors; `ranks[0]` has started the watcher."""
 
-    def __init__(self, job: "Job", node: int, ranks: tuple[int, ...], **options: Any) -> None:
+    def __init__(self, job: "Job", number: int, ranks: tuple[int, ...], **options: Any) -> None:
         self.job = job
-        self.node = node
+        self.number = number
         self.agent = subprocess.Popen(["sleep", "600"])
         job.note(self.agent.pid)
-        self.ranks = [job.actor(f"rank{number}") for number in ranks]
+        self.ranks = [job.actor(f"rank{rank}") for rank in ranks]
         limits = {"rank_timeout": QUIET_S, "grace_s": GRACE_S, **options}
         self.address = self.ranks[0].do("start_watcher", self.agent.pid, 0, limits)
-        for number, actor in zip(ranks, self.ranks, strict=True):
-            self.watcher_pid = self.join(actor, "rank", f"rank {number}", number)
+        for rank, actor in zip(ranks, self.ranks, strict=True):
+            self.watcher_pid = self.join(actor, "rank", f"rank {rank}", rank)
 
     def join(
         self, actor: Actor, kind: str, name: str, rank: int | None = None, default_callback: bool = False
@@ -171,7 +171,7 @@ class Job:
         self._noted: list[Process] = []
         self._ranks: tuple[tuple[int, ...], ...] = ()
         self._actors: list[Actor] = []
-        self.hosts: list[Host] = []
+        self.nodes: list[Node] = []
 
     def note(self, pid: int) -> None:
         """Record a process that must be gone at the end."""
@@ -185,18 +185,18 @@ class Job:
         self._actors.append(actor)
         return actor
 
-    def host(self, *ranks: int, **options: Any) -> Host:
+    def node(self, *ranks: int, **options: Any) -> Node:
         """Add a node with these global ranks; the options go to `start_watcher`."""
-        host = Host(self, len(self.hosts), ranks, **options)
-        self.hosts.append(host)
+        node = Node(self, len(self.nodes), ranks, **options)
+        self.nodes.append(node)
         self._ranks = (*self._ranks, ranks)
-        return host
+        return node
 
     def config(self, node: int, port: int, **changes: Any) -> dict[str, Any]:
         """Return the configuration of one node."""
         values: dict[str, Any] = {
             "node": node,
-            "hostnames": tuple("abcdef"[: len(self.hosts)]),
+            "hostnames": tuple("abcdef"[: len(self.nodes)]),
             "ranks": self._ranks,
             "head_address": "127.0.0.1",
             "head_port": port,
@@ -209,21 +209,21 @@ class Job:
 
     def configure(self, **changes: Any) -> int:
         """Connect the watchers of all nodes; return the head's port once all are connected."""
-        head = self.hosts[0].ranks[0]
-        port: int = head.link("listen", "127.0.0.1") if len(self.hosts) > 1 else 0
-        for host in self.hosts:
-            host.ranks[0].do("configure", self.config(host.node, port, **changes))
+        head = self.nodes[0].ranks[0]
+        port: int = head.link("listen", "127.0.0.1") if len(self.nodes) > 1 else 0
+        for node in self.nodes:
+            node.ranks[0].do("configure", self.config(node.number, port, **changes))
         wait_until(self.all_seen, PATIENCE_S, "the watchers of all nodes to connect")
         return port
 
     def all_seen(self) -> bool:
         """Return whether the watchers of all nodes are connected to the head's."""
-        view = self.hosts[0].ranks[0].link("view", PATIENCE_S)
+        view = self.nodes[0].ranks[0].link("view", PATIENCE_S)
         return all(node["seen_s_ago"] is not None for node in view["nodes"])
 
     def all_gone(self) -> None:
         """Wait until all recorded processes except the agents are gone."""
-        agents = {host.agent.pid for host in self.hosts}
+        agents = {node.agent.pid for node in self.nodes}
         assert_gone([process for process in self._noted if process.pid not in agents], GONE_S)
 
     def kill_actors(self) -> None:
@@ -233,9 +233,9 @@ class Job:
 
     def close(self) -> None:
         """End everything by pid; AssertionError if a watcher outlives its members by more than 10 s."""
-        for host in self.hosts:
-            host.agent.kill()
-            host.agent.wait()
+        for node in self.nodes:
+            node.agent.kill()
+            node.agent.wait()
         self.kill_actors()
         for actor in self._actors:
             actor.close()

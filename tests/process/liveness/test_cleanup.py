@@ -20,7 +20,7 @@ def test_the_watcher_of_a_later_round_removes_what_a_killed_one_has_left(tmp_pat
 
 def test_the_watcher_removes_it_when_no_member_is_left(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
-        node = job.host(0)
+        node = job.node(0)
         job.configure()
         folder, shared = make_scratch(node.address), SHARED / f"{ROUND_ID}r0-{os.getpid()}"
         shared.touch()

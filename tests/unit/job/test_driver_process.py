@@ -101,7 +101,7 @@ def test_sigterm_right_after_the_start_is_an_orderly_end(
     early_end: Stopped | None, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Even when it comes before the child's first line; a child is asked to drain as soon as it is there."""
-    link = mock.Mock(announce_end=lambda end: print(end == End(code=code, early=True), file=sys.stderr))
+    link = mock.Mock(announce_end=lambda end: print(end == End(code=code, unserved=True), file=sys.stderr))
     monkeypatch.setattr(WatcherLink, "connect", lambda *args, **kwargs: link)
     spec = mock.Mock(
         watcher="@none", join_timeout_s=1.0, step_timeout_s=300.0, layout=Layout(dp=1, pp=1, tp=1)

@@ -1,4 +1,4 @@
-"""What a host's probe port says, over real sockets; and the metrics as Prometheus would read them."""
+"""Responses of a node's probe port, over real sockets, and the metrics as Prometheus reads them."""
 
 import json
 import socket
@@ -25,7 +25,7 @@ ROOT_CAUSE = {
 
 
 def view_of(**changes: Any) -> dict[str, Any]:
-    """What a watcher of two ranks and a driver shows."""
+    """Return the status of a watcher with two ranks and a driver."""
     rank = {"kind": "rank", "hostname": "a", "state": "ready", "steps": 7, "age_s": 0.5, "busy_s": 1.25}
     members = [
         rank | {"name": "rank 0", "rank": 0, "in_flight_s": None},
@@ -57,7 +57,7 @@ def view_of(**changes: Any) -> dict[str, Any]:
 
 
 class FakeWatcher:
-    """Answers what the probe port asks the watcher."""
+    """Provide what a probe port needs of a watcher; `asked` counts the calls of `status`."""
 
     def __init__(self, **changes: Any) -> None:
         self.now = 0.0
@@ -85,7 +85,7 @@ def ask(path: str, watcher: FakeWatcher) -> tuple[int, Any]:
 
 
 def samples(view: dict[str, Any]) -> dict[tuple[str, ...], float]:
-    """By name and label values, as Prometheus' own parser reads them."""
+    """Return values by name and label values, as Prometheus' own parser reads them."""
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(metrics.render(view))
@@ -152,7 +152,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
     assert ("spmd_serve_host_sign_age_seconds", "b") not in found
 
 
-def test_metrics_tell_of_earlier_failures() -> None:
+def test_metrics_count_earlier_failures() -> None:
     history = {"failures": 3, "last": ROOT_CAUSE, "recover_s": 4.5}
     found = samples(view_of(history=history))
     assert found[("spmd_serve_failures_total",)] == 3
@@ -229,7 +229,7 @@ def test_a_connection_gets_one_answer_whatever_it_sends(request: pytest.FixtureR
     assert watcher.asked == 1
 
 
-def test_the_oldest_connection_makes_room(request: pytest.FixtureRequest) -> None:
+def test_the_oldest_connection_is_closed_for_a_new_one(request: pytest.FixtureRequest) -> None:
     loop, watcher = Loop(), FakeWatcher()
     probe = watcher.open_probe(loop)
     request.addfinalizer(probe.close)

@@ -1,4 +1,4 @@
-"""Who was first, what is trouble, what is said: the decisions of liveness, with pretended clocks."""
+"""The root cause, members in trouble, and descriptions of failures, with simulated clocks."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def failure(key: str, weight: Weight, order: int = 0) -> FailureReport:
     return FailureReport(key, weight, f"{key} is gone", None, "a", order)
 
 
-class TestJury:
+class TestRootCauseArbiter:
     def test_waits_for_the_settling_time_and_names_the_first(self) -> None:
         arbiter = RootCauseArbiter()
         assert arbiter.root_cause(1000.0) is None and arbiter.due() is None and arbiter.first() is None
@@ -39,7 +39,7 @@ class TestJury:
     def test_a_later_more_causal_one_wins_within_the_window(self) -> None:
         arbiter = RootCauseArbiter()
         arbiter.add(failure("noticed", Weight.PEER), 10.0)
-        arbiter.add(failure("host", Weight.HOST), 10.5)
+        arbiter.add(failure("node", Weight.NODE), 10.5)
         arbiter.add(failure("killed", Weight.OWN), 11.0)
         first = arbiter.root_cause(11.5)
         assert first is not None and first.key == "killed"
@@ -58,30 +58,30 @@ class TestJury:
         first = arbiter.first()
         assert first is not None and first.key == "agent"
 
-    def test_a_key_is_heard_once_and_can_be_withdrawn(self) -> None:
+    def test_a_key_is_recorded_once_and_can_be_retracted(self) -> None:
         arbiter = RootCauseArbiter()
         assert arbiter.add(failure("x", Weight.HUNG), 10.0)
         assert not arbiter.add(failure("x", Weight.HUNG), 11.0)
         assert arbiter.retract("x") and not arbiter.retract("x")
         assert arbiter.root_cause(100.0) is None and arbiter.reports == []
 
-    def test_patience_leaves_the_verdict_to_the_higher_court(self) -> None:
+    def test_extra_time_leaves_the_decision_to_the_head(self) -> None:
         arbiter = RootCauseArbiter()
         arbiter.add(failure("x", Weight.OWN), 10.0, extra_s=1.0)
         assert arbiter.root_cause(11.0) is None
         assert arbiter.root_cause(10.0 + SETTLE_S[Weight.OWN] + 1.0) is not None
 
-    def test_every_death_is_judged_within_2_s(self) -> None:
-        assert max(SETTLE_S[weight] for weight in (Weight.OWN, Weight.UNEXPLAINED, Weight.HOST)) < 1.5
+    def test_every_death_is_decided_within_2_s(self) -> None:
+        assert max(SETTLE_S[weight] for weight in (Weight.OWN, Weight.UNEXPLAINED, Weight.NODE)) < 1.5
 
-    def test_accusations_travel(self) -> None:
+    def test_reports_survive_json(self) -> None:
         one = FailureReport("k", Weight.HUNG, "c", 3, "b", 1, 2.5)
         assert FailureReport.from_json(unpack(pack({"t": "a"} | one.to_json()).strip())) == one
         with pytest.raises(ValueError):
             FailureReport.from_json(one.to_json() | {"weight": 99})
 
 
-def test_the_lived_clock_leaves_out_the_observers_own_sleep() -> None:
+def test_the_clock_leaves_out_the_observers_own_pauses() -> None:
     clock = PauseTolerantClock(most=1.0)
     assert clock.tick(1000.0) == 0.0
     assert clock.tick(1000.5) == 0.5
@@ -117,14 +117,14 @@ class TestProgress:
         assert seen(progress, 301.0, turned=2.0) == ("idle", 300.0)
 
     @pytest.mark.parametrize("state", ["starting", "loading", "stepping", "draining"])
-    def test_who_works_need_not_turn(self, state: str) -> None:
+    def test_a_working_rank_need_not_turn(self, state: str) -> None:
         progress = Progress()
         for now in (0.0, 1000.0, 100_000.0):
             assert seen(progress, now, state=state) is None
-        assert seen(progress, 100_001.0) is None  # ready from now on, with an old stamp
+        assert seen(progress, 100_001.0) is None  # ready from now on, with an old time of its last turn
         assert seen(progress, 100_301.0) == ("idle", 300.0)
 
-    def test_nobody_need_turn_without_heartbeats(self) -> None:
+    def test_no_rank_need_turn_without_heartbeats(self) -> None:
         progress = Progress()
         seen(progress, 0.0)
         seen(progress, 1000.0)
@@ -137,7 +137,7 @@ class TestProgress:
         assert seen(progress, 300.0, started=41, done=40) == ("stuck", 300.0)
         assert seen(progress, 301.0, started=41, done=41) is None
 
-    def test_progress_is_what_gets_done_not_what_gets_started(self) -> None:
+    def test_progress_counts_finished_steps_not_started_ones(self) -> None:
         progress = Progress()
         for now in range(0, 300, 50):
             assert seen(progress, float(now), started=41 + now, done=40) is None
@@ -154,7 +154,7 @@ class TestProgress:
         assert seen(progress, 109.0, started=1, done=1) is None
         assert seen(progress, 110.0, started=1, done=1) == ("idle", 10.0)
 
-    def test_a_stop_counts_from_when_it_was_seen(self) -> None:
+    def test_a_stop_counts_from_its_first_sighting(self) -> None:
         progress = Progress()
         assert seen(progress, 0.0, state="loading") is None
         assert seen(progress, 50.0, state="loading", stopped=True) is None
@@ -163,11 +163,13 @@ class TestProgress:
         assert seen(progress, 61.0, state="loading") is None
         assert seen(progress, 62.0, state="loading", stopped=True) is None
 
-    def test_a_driver_must_get_on_with_its_work(self) -> None:
+    def test_a_driver_must_make_progress_with_its_work(self) -> None:
         progress = Progress()
         assert seen(progress, 0.0, turned=0.0, works_since=7.0) is None
         assert seen(progress, 299.0, turned=299.0, works_since=8.0) is None
-        assert seen(progress, 603.9, turned=603.9, works_since=8.0) is None  # a rank's turn, if it is one
+        assert (
+            seen(progress, 603.9, turned=603.9, works_since=8.0) is None
+        )  # a hung rank would be reported first
         assert seen(progress, 604.0, turned=604.0, works_since=8.0) == ("stalled", 305.0)
         assert seen(progress, 605.0, turned=605.0, works_since=9.0) is None
 
@@ -192,7 +194,7 @@ class TestProgress:
         assert seen(progress, 1000.0, started=1, stopped=True) == ("stopped", 1000.0)
 
 
-def test_a_drain_is_let_in_while_somebody_stands_still_who_may_go_on() -> None:
+def test_a_drain_may_begin_while_a_member_is_stopped() -> None:
     arbiter = RootCauseArbiter()
     arbiter.add(FailureReport("x stopped", Weight.OWN, "x has been stopped", 1, "a", age_s=8.7), 10.0)
     assert not arbiter.has_death
@@ -201,28 +203,28 @@ def test_a_drain_is_let_in_while_somebody_stands_still_who_may_go_on() -> None:
 
 
 class TestPatience:
-    """The flag says when a lost rank or host is known, not when somebody begins to think about it."""
+    """The root cause is declared within --rank-timeout; reports come earlier."""
 
     @pytest.mark.parametrize("rank_timeout", [3.0, 4.0, 10.0, 60.0])
-    def test_a_stop_is_known_within_the_rank_timeout(self, rank_timeout: float) -> None:
+    def test_a_stop_is_declared_within_the_rank_timeout(self, rank_timeout: float) -> None:
         limits = Limits(rank_timeout, 300.0, expect_turns=False)
         first_look = limits.look_s  # the longest time until it is seen at all
-        accused = first_look + patience_s(rank_timeout, Weight.OWN, limits.look_s) + limits.look_s
-        assert accused + SETTLE_S[Weight.OWN] <= rank_timeout
+        reported = first_look + patience_s(rank_timeout, Weight.OWN, limits.look_s) + limits.look_s
+        assert reported + SETTLE_S[Weight.OWN] <= rank_timeout
 
     @pytest.mark.parametrize("rank_timeout", [9.0, 10.0, 60.0])
-    def test_a_silent_host_is_known_within_the_rank_timeout(self, rank_timeout: float) -> None:
-        accused = silence_s(rank_timeout) + beat_s(
+    def test_a_silent_node_is_declared_within_the_rank_timeout(self, rank_timeout: float) -> None:
+        reported = silence_s(rank_timeout) + beat_s(
             rank_timeout
-        )  # nobody waits for the verdict of a lost head
-        assert accused + SETTLE_S[Weight.HOST] <= rank_timeout
+        )  # a lost head decides nothing: no extra time
+        assert reported + SETTLE_S[Weight.NODE] <= rank_timeout
 
     @pytest.mark.parametrize("rank_timeout", [0.5, 2.0, 5.0])
-    def test_a_short_timeout_leaves_a_host_time_to_speak(self, rank_timeout: float) -> None:
+    def test_a_short_timeout_allows_for_three_heartbeats(self, rank_timeout: float) -> None:
         assert silence_s(rank_timeout) == 0.75 * rank_timeout >= 3 * beat_s(rank_timeout) * 0.99
 
 
-class TestWords:
+class TestDescriptions:
     def test_nodes(self) -> None:
         assert descriptions.node("b", [4, 5]) == "node b (ranks 4-5)"
 
@@ -244,7 +246,7 @@ class TestWords:
             "ended with exit code 7 and reported no error"
         )
 
-    def test_a_lost_host_was_silent_or_went_at_once(self) -> None:
+    def test_a_lost_node_was_silent_or_its_watcher_is_gone(self) -> None:
         assert "its watcher is gone (killed" in descriptions.node_lost("node b", 0.5, 10.0)
         assert descriptions.node_lost("node b", 9.9, 10.0).startswith("node b has been silent for 9.9 s")
 
@@ -314,7 +316,7 @@ class TestWire:
 class TestRecords:
     CONFIG = WatchConfig(1, ("a", "b"), ((0, 1), (2, 3)), "10.0.0.1", 4711, "gen", key="k")
 
-    def test_travel(self) -> None:
+    def test_records_survive_json(self) -> None:
         assert WatchConfig.from_json(unpack(pack({"t": "c"} | self.CONFIG.to_json())[:-1])) == self.CONFIG
         root_cause = RootCause("rank 1 is gone", 1, "a", 123.0, None)
         assert RootCause.from_json(root_cause.to_json()) == root_cause
@@ -322,7 +324,7 @@ class TestRecords:
     @pytest.mark.parametrize(
         "wrong", [{"node": 2}, {"hostnames": ("a",)}, {"rank_timeout": 0.0}, {"grace_s": -1.0}]
     )
-    def test_nonsense_is_refused(self, wrong: dict[str, object]) -> None:
+    def test_invalid_values_are_refused(self, wrong: dict[str, object]) -> None:
         with pytest.raises(ValueError):
             WatchConfig.from_json(self.CONFIG.to_json() | wrong)
 
