@@ -127,8 +127,8 @@ class EndProtocol:
         parts = {one.part for one in self._ends}
         if len(parts) < end.of:
             return
-        early = {one.part for one in self._ends if one.early} == parts
-        self.finish(End(code=max(one.code for one in self._ends), early=early))
+        unserved = {one.part for one in self._ends if one.unserved} == parts
+        self.finish(End(code=max(one.code for one in self._ends), unserved=unserved))
         waiting, self._at_end = self._at_end, []
         for then in waiting:
             if self._peers.head is not None:

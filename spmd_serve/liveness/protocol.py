@@ -97,13 +97,13 @@ class End:
 
     Attributes:
         code: exit code for all ranks; of several parts the highest counts.
-        early: this part has never served, so its driver sends no stop message, for which ranks would wait.
+        unserved: this part has never served, so its driver sends no stop message, for which ranks would wait.
     """
 
     part: int = 0
     of: int = 1
     code: int = 0
-    early: bool = False
+    unserved: bool = False
 
     def to_json(self) -> Message:
         """Return a plain dictionary."""
@@ -112,7 +112,7 @@ class End:
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> "End":
         """Inverse of `to_json`; other keys are ignored."""
-        return cls(int(plain["part"]), int(plain["of"]), int(plain["code"]), bool(plain["early"]))
+        return cls(int(plain["part"]), int(plain["of"]), int(plain["code"]), bool(plain["unserved"]))
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Commands:
             send({"event": "drain", "at": time.monotonic(), "reason": reason})
 
         def on_end(end: End) -> None:
-            send({"event": "end", "at": time.monotonic(), "code": end.code, "early": end.early})
+            send({"event": "end", "at": time.monotonic(), "code": end.code, "unserved": end.unserved})
 
         self.link = WatcherLink.connect(
             address, hello, deadline_s, end_process if default_callback else on_root_cause, on_drain, on_end

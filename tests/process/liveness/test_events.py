@@ -52,10 +52,10 @@ class Inside:
             self.told = True
 
         self._visit = TrackedRequest({"type": "http"}, receive, send)
-        admission.enter(self._visit)
+        admission.track(self._visit)
 
     def leave(self) -> None:
-        self._admission.leave(self._visit)
+        self._admission.untrack(self._visit)
 
 
 @asynccontextmanager

@@ -242,22 +242,24 @@ def assert_ended(job: Job, head: Host, other: Host, end: End) -> None:
     """All hear of the normal end, and what to end with; then nobody's death is a failure."""
     for actor in [*head.ranks, *other.ranks]:
         heard = actor.expect("end")
-        assert (heard["code"], heard["early"]) == (end.code, end.early)
+        assert (heard["code"], heard["unserved"]) == (end.code, end.unserved)
     for actor in [*other.ranks, *head.ranks]:
         actor.kill()
     job.all_gone()
     assert "failed" not in head.log + other.log
 
 
-@pytest.mark.parametrize(("last_by_head", "all_early"), [(True, True), (False, True), (False, False)])
-def test_the_end_comes_with_the_last_of_several_parts(job: Job, last_by_head: bool, all_early: bool) -> None:
+@pytest.mark.parametrize(("last_by_head", "all_unserved"), [(True, True), (False, True), (False, False)])
+def test_the_end_comes_with_the_last_of_several_parts(
+    job: Job, last_by_head: bool, all_unserved: bool
+) -> None:
     head, other = two_hosts(job)
     first, last = (other, head) if last_by_head else (head, other)
-    assert first.ranks[0].announce_end(End(0, 2, 4, early=True), 0.5) is False
+    assert first.ranks[0].announce_end(End(0, 2, 4, unserved=True), 0.5) is False
     assert first.ranks[0].announce_end(End(0, 2), 0.5) is False  # the same one again
     assert not any(actor.saw("end") for actor in [*head.ranks, *other.ranks])
-    assert last.ranks[1].announce_end(End(1, 2, early=all_early)) is True
-    assert_ended(job, head, other, End(0, 1, 4, early=all_early))
+    assert last.ranks[1].announce_end(End(1, 2, unserved=all_unserved)) is True
+    assert_ended(job, head, other, End(0, 1, 4, unserved=all_unserved))
 
 
 @pytest.mark.parametrize("by_head", [True, False])

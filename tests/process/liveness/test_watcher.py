@@ -390,14 +390,14 @@ def test_an_end_that_follows_a_death_is_a_failure(job: Job) -> None:
         assert not rank.saw("end") and not rank.saw("drain")
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_normal_end(job: Job, early: bool) -> None:
+@pytest.mark.parametrize("unserved", [True, False])
+def test_normal_end(job: Job, unserved: bool) -> None:
     host = job.host(0, 1)
     job.configure()
-    assert host.ranks[0].announce_end(End(code=3, early=early)) is True
+    assert host.ranks[0].announce_end(End(code=3, unserved=unserved)) is True
     for actor in host.ranks:
         end = actor.expect("end")
-        assert (end["code"], end["early"]) == (3, early)
+        assert (end["code"], end["unserved"]) == (3, unserved)
     host.ranks[1].kill()
     host.ranks[1].process.wait(PATIENCE_S)
     view = host.ranks[0].link("view", PATIENCE_S)
