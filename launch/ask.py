@@ -1,7 +1,8 @@
-"""Asks a running server one question over HTTP and prints the answer.
+"""Ask a running server one question over HTTP and print the answer.
 
 `python launch/ask.py http://127.0.0.1:8000 "What is the capital of France?" --wait 300` waits for the server
-to be ready first. Standard library only. Exit code 1, with one line of why, where there is no answer.
+to be ready first. Standard library only. Without an answer the exit code is 1, and one line
+names the reason.
 """
 
 import argparse
@@ -18,11 +19,11 @@ ANSWER_LIMIT_S = 120.0
 
 
 class NoAnswerError(Exception):
-    """Why there is no answer: one line for a person."""
+    """There is no answer; the message is one line for the user."""
 
 
 def wait_ready(url: str, limit_s: float, pid: int | None, log: Path | None) -> float:
-    """Waits until /health answers 200 and returns the seconds that took; `pid` and `log` are the server's."""
+    """Wait until /health answers 200, and return the seconds it took. `pid`, `log`: of the server."""
     began = dotted = time.monotonic()
     print("waiting for the server to be ready ", end="", flush=True)
     problem = None
@@ -39,12 +40,12 @@ def wait_ready(url: str, limit_s: float, pid: int | None, log: Path | None) -> f
     took = time.monotonic() - began
     print(f"{'ready' if problem is None else 'failed'} ({took:.0f} s)", flush=True)
     if problem is not None:
-        raise NoAnswerError(problem + _last_words(log))
+        raise NoAnswerError(problem + _log_end(log))
     return took
 
 
 def ask(url: str, question: str) -> str:
-    """The model's greedy answer to one chat message."""
+    """Return the model's greedy answer to one chat message."""
     model = _call(f"{url}/v1/models")["data"][0]["id"]
     message = {"role": "user", "content": question}
     request = {"model": model, "messages": [message], "max_tokens": 64, "temperature": 0}
@@ -70,8 +71,8 @@ def _healthy(url: str) -> bool:
         return False
 
 
-def _last_words(log: Path | None) -> str:
-    """What the server's log says last: spmd_serve's own last line, else the last one that holds words."""
+def _log_end(log: Path | None) -> str:
+    """Return the last line of the log by spmd_serve, else the last line that has a word in it."""
     if log is None:
         return ""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -81,7 +82,7 @@ def _last_words(log: Path | None) -> str:
 
 
 def _running(pid: int) -> bool:
-    """Whether the process runs; one that has ended but was not waited for yet does not."""
+    """Return whether the process runs. A zombie does not."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"

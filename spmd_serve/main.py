@@ -1,4 +1,4 @@
-"""The door: find the subcommand, run it, turn every outcome into one line and an exit code."""
+"""The command line: run the subcommand, and turn each outcome into an exit code and at most one line."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from spmd_serve.system.report import report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run spmd_serve; ends the process with an exit code of `ExitCode`."""
+    """Run spmd_serve and exit with a code of `ExitCode`."""
     words = list(sys.argv[1:] if argv is None else argv)
     log.set_up()
     try:
@@ -29,28 +29,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         report(problem)
         code = ExitCode.FAILED
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # what it goes to may be full or closed
+        with contextlib.suppress(OSError, ValueError):  # the disk may be full, or the pipe closed
             stream.flush()
     # Not sys.exit: threads of torch's process groups may still wait in C++ for peers that are gone.
     os._exit(int(code))
 
 
-def run(early: PreparsedArgs) -> int:
-    """Hand over to the subcommand; its imports (torch, vLLM) are made only now."""
-    if early.wants_version:
+def run(preparsed: PreparsedArgs) -> int:
+    """Run the subcommand and return its exit code. torch and vLLM are imported only here."""
+    if preparsed.wants_version:
         print(f"spmd_serve {own_version()}")
         return ExitCode.OK
-    if early.subcommand == "serve":
+    if preparsed.subcommand == "serve":
         from spmd_serve.commands.serve import serve
 
-        return serve(early)
+        return serve(preparsed)
     from spmd_serve.commands.batch import batch
 
-    return batch(early)
+    return batch(preparsed)
 
 
 def own_version() -> str:
-    """The installed version of spmd_serve."""
+    """Return the installed version of spmd_serve."""
     try:
         return version("spmd-serve")
     except PackageNotFoundError:

@@ -26,7 +26,7 @@ RESTARTED_KEY = "batch/restarted"
 class BatchJob(Job):
     """A job that has not done what it was started for when it ends preparsed."""
 
-    early_end = Stopped("the batch was stopped before its end: run the same command again to go on")
+    stop_error = Stopped("the batch was stopped before its end: run the same command again to go on")
     may_restart = False
     """Whether any torchrun agent may restart its ranks."""
 

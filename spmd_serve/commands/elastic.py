@@ -1,4 +1,4 @@
-"""Elastic node counts: ``-dp auto`` makes as many replicas as the nodes of this round hold."""
+"""Elastic node counts: ``-dp auto`` sets as many replicas as the nodes of this round can hold."""
 
 import time
 
@@ -8,14 +8,14 @@ from spmd_serve.topology import Cluster, Layout
 
 
 def as_many_replicas(cluster: Cluster, tp: int | None, pp: int | None) -> Layout:
-    """The layout with DP = world / (TP x PP); not given: TP = ranks per node, PP = 1.
+    """Return the layout with DP = world size / (TP x PP). Defaults: TP = ranks per node, PP = 1.
 
-    Raises UsageError where the world holds no whole number of replicas.
+    Raises UsageError if the ranks do not make a whole number of replicas.
     """
     counts = cluster.ranks_per_node
     tp, pp = counts[0] if tp is None else tp, 1 if pp is None else pp
     world, size = sum(counts), max(tp * pp, 1)
-    # Sizes below 1 and nodes that differ are said by the layout itself.
+    # `Layout.resolve` reports sizes below 1, and nodes with different numbers of ranks.
     if world % size and len(set(counts)) == 1:
         nodes = len(counts)
         raise UsageError(
@@ -28,9 +28,9 @@ def as_many_replicas(cluster: Cluster, tp: int | None, pp: int | None) -> Layout
 
 
 def wait_for_nodes(cluster: Cluster, most_nodes: int, timeout_s: float, say: Say) -> None:
-    """Where torchrun may still add nodes: stay up to `timeout_s` seconds, though nothing can be served.
+    """Wait up to `timeout_s` seconds for more nodes if torchrun may still add some.
 
-    When a node comes, torchrun ends this process (SIGTERM) and starts a new round with it.
+    When a node joins, torchrun ends this process with SIGTERM and starts a new round with that node.
     """
     nodes = len(cluster.nodes)
     wait = Wait(say, time.monotonic() + timeout_s)

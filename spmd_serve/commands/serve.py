@@ -19,7 +19,7 @@ from spmd_serve.system import log, network
 from spmd_serve.topology import Layout, spans
 
 if TYPE_CHECKING:
-    from spmd_serve.server.listener import Listener
+    from spmd_serve.server.listener import HttpListener
 
 TEARDOWN_S = 10
 """Seconds that vLLM's processes may take to exit after the drain; vLLM then kills them."""
@@ -27,22 +27,22 @@ ONE_FOR_ALL = Endpoint(0, rank=0, replicas=range(0), place=0)
 """The endpoint of ``--lb internal``, before it is known how many replicas there are."""
 
 
-def serve(early: PreparsedArgs) -> int:
+def serve(preparsed: PreparsedArgs) -> int:
     """Serve until told to stop, and return the exit code. Raises SpmdError for a mistake of the user."""
-    if early.wants_help:
-        return print_help(early)
+    if preparsed.wants_help:
+        return print_help(preparsed)
     started = time.monotonic()
     # vLLM writes this variable itself while it builds its configuration.
     fork_engines = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
-    job = Job.enter(early.flags)
+    job = Job.enter(preparsed.flags)
     with job.reported():
         open_probes(job)
         # A single endpoint is bound at once; several depend on the sizes, which cost an import of vLLM.
-        listener = open_listener(job, early, (ONE_FOR_ALL,)) if early.flags.lb == "internal" else None
-        args, layout = agree(job, early)
+        listener = open_listener(job, preparsed, (ONE_FOR_ALL,)) if preparsed.flags.lb == "internal" else None
+        args, layout = agree(job, preparsed)
         given = args.given_sizes["data_parallel_size"]
         opened = plan_endpoints(job, layout, shrinks=given == AUTO)
-        listener = listener if early.flags.lb == "internal" else open_listener(job, early, opened)
+        listener = listener if preparsed.flags.lb == "internal" else open_listener(job, preparsed, opened)
         spec, drain_s = job_spec(job, layout), args.shutdown_timeout
         config = engine_config(job, args)
         api = start_api(job, args, spec, config, opened, listener, fork_engines, started)
@@ -50,25 +50,25 @@ def serve(early: PreparsedArgs) -> int:
         return end(job, api, drain_s)
 
 
-def print_help(early: PreparsedArgs) -> int:
+def print_help(preparsed: PreparsedArgs) -> int:
     """Print all flags: ours first, then vLLM's (``--help=all``, ``--help=GROUP`` as in vLLM)."""
     from spmd_serve.engine.config import make_parser
 
-    make_parser().parse_args(list(early.rest))
+    make_parser().parse_args(list(preparsed.rest))
     return ExitCode.OK
 
 
-def open_listener(job: Job, early: PreparsedArgs, opened: Sequence[Endpoint]) -> "Listener | None":
+def open_listener(job: Job, preparsed: PreparsedArgs, opened: Sequence[Endpoint]) -> "HttpListener | None":
     """Bind this rank's HTTP port, if it has one, before the model is loaded."""
     from spmd_serve.server.listener import open_listener as bind
 
     listener = None
     with job.voting("the HTTP ports"):
-        check_uds(early.uds, opened, job.membership.cluster)
-        numbers = ports(early.ports, opened, job.membership.cluster)
+        check_uds(preparsed.uds, opened, job.membership.cluster)
+        numbers = ports(preparsed.ports, opened, job.membership.cluster)
         mine = own_endpoint(job, opened)
         if mine is not None:
-            listener = bind(early.host, numbers[mine.number], early.uds)
+            listener = bind(preparsed.host, numbers[mine.number], preparsed.uds)
     return listener
 
 
@@ -92,7 +92,7 @@ def start_api(
     spec: JobSpec,
     config: Any,
     opened: Sequence[Endpoint],
-    listener: "Listener | None",
+    listener: "HttpListener | None",
     fork_engines: bool,
     started: float,
 ) -> DriverChild | None:

@@ -1,4 +1,4 @@
-"""The table that rank 0 prints at start: who runs where, as what."""
+"""The table that rank 0 prints at start: node, device and coordinates of each rank."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,9 +8,9 @@ _HEAD = ("rank", "host", "device", "dp", "pp", "tp", "pid", "interface")
 
 
 def start_table(cluster: Cluster, layout: Layout, urls: Mapping[str, Sequence[int]]) -> str:
-    """Lay out all ranks, then every URL with the replicas behind it.
+    """Return the table of all ranks, followed by each URL with the replicas behind it.
 
-    `urls`: URL to the numbers of the replicas that it serves.
+    `urls`: maps each URL to the numbers of its replicas.
     """
     rows = [_HEAD]
     for info in cluster.ranks:

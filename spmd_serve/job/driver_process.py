@@ -58,17 +58,17 @@ class DriverChild:
         spec: JobSpec,
         fork_engines: bool,
         part: tuple[int, int] = (0, 1),
-        early_end: SpmdError | None = None,
+        stop_error: SpmdError | None = None,
     ) -> "DriverChild":
         """Fork a process that runs `body` and exits with the code that `body` returns.
 
         Call it before torch starts threads and before CUDA is initialized. `name`: "API server" or "batch
         run". `fork_engines`: fork engine cores (VLLM_WORKER_MULTIPROC_METHOD is not set by the user).
-        `part`: number of its endpoint, and number of endpoints. `early_end`: see `Job.early_end`.
+        `part`: number of its endpoint, and number of endpoints. `stop_error`: see `Job.stop_error`.
         """
         process = multiprocessing.get_context("fork").Process(
             target=_run,
-            args=(name, body, spec, fork_engines, part, early_end),
+            args=(name, body, spec, fork_engines, part, stop_error),
             name=name.title().replace(" ", ""),
         )
         # A SIGTERM that arrives at once must not kill a child that has not installed its handler yet.
@@ -130,7 +130,7 @@ def start_child(
 
     apply_executor(args, spec)
     watch_coordinators(spec)
-    child = DriverChild.start(name, body, spec, fork_engines, job.part, job.early_end)
+    child = DriverChild.start(name, body, spec, fork_engines, job.part, job.stop_error)
     job.drain_with(lambda reason: child.drain())
     job.before_exit(lambda: child.wait(REPORT_S))
     child.watch(lambda code: _child_ended(job, name, code))
@@ -176,7 +176,7 @@ def _run(
     spec: JobSpec,
     fork_engines: bool,
     part: tuple[int, int],
-    early_end: SpmdError | None,
+    stop_error: SpmdError | None,
 ) -> None:
     # The child has its own process group: a signal to the job's group reaches it only through its rank, which
     # decides whether to drain. It stays in the session that torchrun created for the rank; without torchrun
@@ -202,9 +202,9 @@ def _run(
 
         vLLM would wait for the cores and then kill them. Here they die with this process.
         """
-        code = ExitCode.OK if early_end is None else early_end.exit_code
-        if early_end is not None:
-            log.say(f"spmd_serve: {early_end}")
+        code = ExitCode.OK if stop_error is None else stop_error.exit_code
+        if stop_error is not None:
+            log.say(f"spmd_serve: {stop_error}")
         link.announce_end(End(*part, code, unserved=True))
         os._exit(code)
 

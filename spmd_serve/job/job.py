@@ -42,7 +42,7 @@ class Job:
 
     as_torchrun = False
     """Whether ranks keep torchrun's numbers, on whichever node the head is."""
-    early_end: SpmdError | None = None
+    stop_error: SpmdError | None = None
     """The error to report, with its exit code, if the job is asked to end before it serves; None: exit 0."""
     end_code: int | None = None
     """The exit code with which the job's end was announced to all ranks; None: no end is announced."""
@@ -254,12 +254,12 @@ class Job:
             on_drain(reason)
         elif not self.life.has_seen(JobEvent.JOINED) or self.membership.me.rank == 0:
             # Nothing is served yet, so there is nothing to wait for.
-            threading.Thread(target=self._end_before_serving, name="end-early", daemon=True).start()
+            threading.Thread(target=self._end_before_serving, name="end-before-serving", daemon=True).start()
 
     def _end_before_serving(self) -> None:
         """Announce the end of a job that has no child yet, and exit."""
         if self.end_code is None:
-            self.end_code = ExitCode.OK if self.early_end is None else self.early_end.exit_code
+            self.end_code = ExitCode.OK if self.stop_error is None else self.stop_error.exit_code
         self.link.announce_end(End(code=self.end_code, unserved=not self.life.has_seen(JobEvent.LOADED)))
         self._exit_after_end()
 
@@ -281,10 +281,10 @@ class Job:
         self._wait_for_own_signal()
         with self._lock:  # a second thread that comes here waits until the first one exits
             code = self.end_code or ExitCode.OK
-            if self.early_end is not None and code == self.early_end.exit_code:
+            if self.stop_error is not None and code == self.stop_error.exit_code:
                 if self._on_drain is None:  # else the child has logged it
-                    self.say(str(self.early_end))
-                report(self.early_end, quiet=True)
+                    self.say(str(self.stop_error))
+                report(self.stop_error, quiet=True)
             os._exit(self.exit_code(code))
 
     def leave_together(self, timeout_s: float) -> int:

@@ -1,4 +1,4 @@
-"""``--probe-port``: each host's watcher answers probes there, from before loading on."""
+"""``--probe-port``: the port on which each node's watcher answers probes, opened before loading."""
 
 import time
 
@@ -6,13 +6,13 @@ from spmd_serve.errors import SpmdError, UsageError
 from spmd_serve.job.job import Job
 from spmd_serve.system.network import host_name
 
-_LIMIT_S = 3.0
-"""How long the watcher of the round before may still have the port."""
-_AGAIN_S = 0.2
+_RELEASE_S = 3.0
+"""Seconds for which the watcher of the previous round may still hold the port."""
+_RETRY_S = 0.2
 
 
 def open_probes(job: Job) -> None:
-    """Open the port on every host. Raises the same UsageError on all ranks where one can't be had."""
+    """Open the port on every node. Raises the same UsageError on all ranks if one node cannot open it."""
     port = job.flags.probe_port
     if port is None:
         return
@@ -24,7 +24,7 @@ def open_probes(job: Job) -> None:
 
 
 def _open(job: Job, port: int) -> int:
-    until = time.monotonic() + _LIMIT_S
+    until = time.monotonic() + _RELEASE_S
     while True:
         try:
             return job.link.open_probe(port)
@@ -34,4 +34,4 @@ def _open(job: Job, port: int) -> int:
                     f"--probe-port {port} cannot be opened on {host_name()}: {problem}; stop what has it, or "
                     "give another one (0: any free port, which agents that share a machine need)"
                 ) from problem
-        time.sleep(_AGAIN_S)
+        time.sleep(_RETRY_S)

@@ -1,6 +1,6 @@
 """The main module of processes that multiprocessing spawns below a driver's child (vLLM's API servers).
 
-From its first moment on such a process must not outlive the one that started it.
+Such a process must not outlive the process that started it, from its first instruction on.
 """
 
 import importlib.util
@@ -16,16 +16,16 @@ SPAWNER = "SPMD_SERVE_SPAWNER"
 
 
 def be_main_of_spawned() -> None:
-    """Have this process's spawned children begin with this module.
+    """Make this module the main module of the children that this process spawns.
 
-    multiprocessing would import our ``__main__`` there, but it leaves out every module of that name.
+    multiprocessing would import our ``__main__`` there, but it skips every module of that name.
     """
     sys.modules["__main__"].__spec__ = importlib.util.find_spec(__name__)
     os.environ[SPAWNER] = str(os.getpid())
 
 
 def die_after_spawner() -> None:
-    """End here if the driver's child has ended before `die_with_parent`, of which the kernel tells nobody."""
+    """Exit if the driver's child ended before `die_with_parent`; the kernel sends no signal then."""
     spawner = open_pidfd(int(os.environ[SPAWNER]))
     if spawner is None or has_ended(spawner):
         os.kill(os.getpid(), signal.SIGKILL)

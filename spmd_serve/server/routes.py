@@ -1,4 +1,4 @@
-"""Our HTTP routes beside vLLM's: /health that means all ranks, /ready, /topology (an endpoint plugin)."""
+"""Our HTTP routes: /health (of all ranks), /ready, /topology and /metrics, in an endpoint plugin of vLLM."""
 
 import os
 import socket
@@ -20,20 +20,20 @@ from spmd_serve.server.events import JobEvents
 from spmd_serve.server.listener import about_to_listen
 
 LISTENING: socket.socket | None = None
-"""The door's socket in a single API server, which starts to listen right after our state is made."""
+"""The HTTP socket of a single API server, which starts to listen directly after `Plugin.init_state`."""
 
-VERDICT_S = 1.0
-"""How long to wait for the cause of an engine's death: the watcher looks 0.3 s for the first one."""
+ROOT_CAUSE_S = 1.0
+"""Seconds to wait for the root cause of an engine's death; the watcher takes 0.3 s to settle on one."""
 
 
 class Plugin:
-    """vLLM's EndpointPlugin protocol."""
+    """Implements vLLM's EndpointPlugin protocol."""
 
     name = "spmd_serve"
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes; /health replaces vLLM's, which asks only whether the engine has failed already."""
+        """Add the routes. Our /health replaces vLLM's, which asks only whether the engine has failed."""
         self._admission = AdmissionControl()
         app.add_middleware(AdmissionMiddleware, admission=self._admission)
         app.add_api_route("/health", self.health, methods=["GET"])
@@ -42,7 +42,7 @@ class Plugin:
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Follow the job's news; from here on connections are accepted."""
+        """Subscribe to the job's events. The server accepts connections after this call."""
         self._engine = engine_client
         self._admission.engine_is_dead = lambda: engine_client is not None and bool(engine_client.errored)
         self._spec = JobSpec.from_json(args.additional_config[ADDITIONAL_CONFIG_KEY])
@@ -52,26 +52,26 @@ class Plugin:
             about_to_listen(LISTENING)
 
     async def health(self) -> JSONResponse:
-        """200 when the engine and every rank live; 503 with the lost rank, its host and the cause."""
+        """Answer 200 if the engine and all ranks live, else 503 with the failed rank and the cause."""
         return await self._failure() or JSONResponse({"status": "ok"})
 
     async def ready(self) -> JSONResponse:
-        """200 while new requests are taken."""
+        """Answer 200 while new requests are admitted."""
         if self._events.draining is not None and self._events.root_cause is None:
             return unavailable({"status": "draining", "cause": self._events.draining})
         return await self._failure() or JSONResponse({"status": "ready"})
 
     async def topology(self) -> JSONResponse:
-        """Every process of the job as its watcher sees it, and for ranks where they are in the layout."""
+        """Answer with the watcher's view of the job's processes, and each rank's place in the layout."""
         try:
             return JSONResponse(placed(await self._events.view(), self._spec))
         except OSError as gone:
-            return unavailable({"error": f"the watcher of this host does not answer: {gone}"})
+            return unavailable({"error": f"the watcher of this node does not answer: {gone}"})
 
     async def metrics(self) -> Response:
-        """vLLM's metrics, then ours, which come from the watcher, whichever API server is asked."""
+        """Answer with vLLM's metrics, then ours, which the watcher has and each API server can show."""
         text = await run_in_threadpool(own_metrics)
-        with suppress(OSError):  # then only vLLM's
+        with suppress(OSError):  # without the watcher, vLLM's metrics only
             text += render(await self._events.view()).encode()
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
@@ -81,7 +81,7 @@ class Plugin:
             and self._admission.engine_is_dead()
             and self._events.draining is None
         ):
-            await self._events.judged(VERDICT_S)
+            await self._events.wait_for_root_cause(ROOT_CAUSE_S)
         if self._events.root_cause is not None:
             return unavailable({"status": "failed", **self._events.root_cause.to_json()})
         if self._admission.engine_is_dead() and self._events.draining is None:
@@ -91,16 +91,16 @@ class Plugin:
 
 
 def own_metrics() -> bytes:
-    """vLLM's, of all API servers."""
+    """Return the metrics of vLLM, of all API servers of this endpoint."""
     registry = REGISTRY
-    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # there are several
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # vLLM sets it for several API servers
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
     return generate_latest(registry)
 
 
 def placed(view: dict[str, Any], spec: JobSpec) -> dict[str, Any]:
-    """The view, with each rank's device, address and coordinates."""
+    """Add each rank's device, address and coordinates, and the layout, to the watcher's view."""
     for row in view["members"]:
         if row["kind"] == "rank" and row["rank"] is not None:
             info = spec.cluster.ranks[row["rank"]]
@@ -110,10 +110,10 @@ def placed(view: dict[str, Any], spec: JobSpec) -> dict[str, Any]:
 
 
 def unavailable(body: dict[str, Any]) -> JSONResponse:
-    """A 503."""
+    """Return a response with status 503."""
     return JSONResponse(body, status_code=503, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def plugin() -> Plugin:
-    """Factory named by the entry point."""
+    """Return the plugin; the package's entry point names this function."""
     return Plugin()

@@ -1,4 +1,4 @@
-"""What clients see while a job fails, comes back and drains: one server, its whole life long."""
+"""Responses to clients while a job fails, restarts and drains: one server for its whole life."""
 
 import http.client
 import os
@@ -22,8 +22,8 @@ from tests.support.job import Job, torchrun_job
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 STREAMS, PLAIN = 20, 5
-TOLD_WITHIN_S = 15.0  # 2 s are promised, 0.3 to 0.6 s were seen
-AGAIN_WITHIN_S = 180.0
+ABORT_TIMEOUT_S = 15.0  # the docs state 2 s; measured: 0.3 to 0.6 s
+RESTART_TIMEOUT_S = 180.0
 PAGES = ("/health", "/ready", "/topology")
 ASK = {"model": NAME, "prompt": "a", "max_tokens": 1}
 
@@ -42,7 +42,7 @@ def job(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @contextmanager
 def watched(endpoint: Endpoint) -> Iterator[dict[str, tuple[int, Any]]]:
-    """Ask inside the block; keep each route's first answer that is not 200 or names a root cause."""
+    """Poll the routes during the block; keep each first answer that is not 200 or names a root cause."""
     refused: dict[str, tuple[int, Any]] = {}
     over = threading.Event()
 
@@ -52,7 +52,7 @@ def watched(endpoint: Endpoint) -> Iterator[dict[str, tuple[int, Any]]]:
                 try:
                     status, answer = endpoint.call(path, body)
                 except (OSError, http.client.HTTPException):
-                    continue  # not there for the moment, or gone in the middle of its answer
+                    continue  # between two rounds, or the connection is lost
                 if status != 200 or (path == "/topology" and answer["root_cause"] is not None):
                     refused.setdefault(path, (status, answer))
 
@@ -65,7 +65,7 @@ def watched(endpoint: Endpoint) -> Iterator[dict[str, tuple[int, Any]]]:
         thread.join()
 
 
-def test_a_killed_rank_is_told_to_everybody_at_once(job: Job, note: Note) -> None:
+def test_all_clients_learn_of_a_killed_rank_at_once(job: Job, note: Note) -> None:
     victim = job.endpoint.pid("rank 1")
     with Crowd(job.endpoint.url, streams=STREAMS, plain=PLAIN, tokens=ENDLESS) as crowd:
         crowd.wait_begun()
@@ -73,13 +73,13 @@ def test_a_killed_rank_is_told_to_everybody_at_once(job: Job, note: Note) -> Non
             killed = time.monotonic()
             kill_nine(victim)
             crowd.wait_ended()
-            # For as long as the old round answers: who asks too slowly does not see every page refused.
+            # Only while the old round answers: a slow client does not see all pages refused.
             wait_until(
                 lambda: "/v1/completions" in refused and refused.keys() & {*PAGES}, 10.0, "the refusals"
             )
     seconds = max(request.ended_at or 0.0 for request in crowd.requests) - killed
     note(f"kill -9 of rank 1: the last of {len(crowd.requests)} clients knew after {seconds:.2f} s")
-    assert seconds < TOLD_WITHIN_S
+    assert seconds < ABORT_TIMEOUT_S
     assert [request.broken for request in crowd.requests if request.broken is not None] == []
     for request in crowd.streams:
         assert request.error is not None and request.events[-1] == "[DONE]"
@@ -99,11 +99,13 @@ def test_a_killed_rank_is_told_to_everybody_at_once(job: Job, note: Note) -> Non
     assert status in (500, 503) and body["error"]["code"] == status
 
 
-def test_it_serves_again_and_tells_what_happened(job: Job, note: Note) -> None:
-    wait_until(lambda: job.server.text().count("ready after") == 2, AGAIN_WITHIN_S, "the job to serve again")
+def test_the_restarted_job_serves_and_its_metrics_show_the_failure(job: Job, note: Note) -> None:
+    wait_until(
+        lambda: job.server.text().count("ready after") == 2, RESTART_TIMEOUT_S, "the job to serve again"
+    )
     assert job.endpoint.call("/ready") == (200, {"status": "ready"})
     assert len(job.endpoint.greedy(["a"], 4)[0]) == 4
-    # The watcher hears of it in the same moment as the log.
+    # The watcher learns of it when the line is logged.
     wait_until(lambda: job.endpoint.metric("spmd_serve_ready") == 1, 5.0, "the metric")
     assert job.endpoint.metric("spmd_serve_failures_total") == 1
     detect, recover = (
@@ -121,16 +123,18 @@ def test_the_topology_names_every_rank(job: Job) -> None:
     assert [row["rank"] for row in ranks] == [0, 1] and view["round_id"]
     assert [(row["dp"], row["pp"], row["tp"]) for row in ranks] == [(0, 0, 0), (0, 0, 1)]
     for row in ranks:
-        assert row["device"] == "cpu" and row["host"] and os.path.exists(f"/proc/{row['pid']}")
+        assert row["device"] == "cpu" and row["hostname"] and os.path.exists(f"/proc/{row['pid']}")
         assert row["state"] == "ready" and row["steps"] > 0 and 0 <= row["age_s"] < 10
     assert view["layout"] == {"tp": 2, "pp": 1, "dp": 1}
 
 
 def test_a_signal_drains(job: Job, note: Note) -> None:
-    """SIGTERM to torchrun's agent: nobody new is let in, who is inside gets the whole answer."""
+    """After SIGTERM to torchrun's agent new requests are refused, and those in flight finish."""
     with Crowd(job.endpoint.url, streams=6, plain=2, tokens=400) as crowd:
         crowd.wait_begun()
-        wait_until(lambda: job.endpoint.metric("vllm:num_requests_running") == 8, 30.0, "all to be inside")
+        wait_until(
+            lambda: job.endpoint.metric("vllm:num_requests_running") == 8, 30.0, "all requests to be running"
+        )
         with watched(job.endpoint) as refused:
             signalled = time.monotonic()
             os.kill(job.server.pid, signal.SIGTERM)
@@ -144,11 +148,11 @@ def test_a_signal_drains(job: Job, note: Note) -> None:
     assert all(request.is_complete for request in crowd.requests)
     assert refused["/v1/completions"][0] == 503
     assert refused["/ready"][0] == 503 and refused["/ready"][1]["status"] == "draining"
-    # torchrun's own code is 1 after a signal; of a rank that ended otherwise than with 0 it would tell.
+    # torchrun exits with 1 after a signal; it prints the exit code of a rank only if it is not 0.
     assert code == 1 and "exitcode" not in job.server.text().split("ready after")[-1]
 
 
-@pytest.mark.by_hand  # one more start of a server, for a case that the pure tests and Ctrl-C cover in part
+@pytest.mark.by_hand  # needs a server of its own; unit tests and the test of Ctrl-C cover most of it
 def test_a_second_signal_ends_at_once(tiny_qwen3: Path, tmp_path: Path) -> None:
     with torchrun_job(tiny_qwen3, tmp_path / "log", "-tp=2", "--max-num-seqs=32", ROOM) as job:
         process = look(job.endpoint.pid("rank 0"))
@@ -159,12 +163,12 @@ def test_a_second_signal_ends_at_once(tiny_qwen3: Path, tmp_path: Path) -> None:
             process.signal(signal.SIGTERM)
             wait_until(lambda: job.endpoint.call("/ready")[0] == 503, 10.0, "the drain")
 
-            def again() -> bool:
+            def signal_twice() -> bool:
                 process.signal(signal.SIGTERM)
                 return not process.alive()
 
-            # For one that comes within a second counts as the first one's echo.
-            wait_until(again, 10.0, "the end of rank 0")
+            # Repeat: a signal within 1 s of the first one counts as its echo.
+            wait_until(signal_twice, 10.0, "the end of rank 0")
             assert job.server.wait_exit(15.0) == 1
             crowd.wait_ended()
         assert "second SIGTERM" in job.server.text()

@@ -35,7 +35,7 @@ def job(
         for server in job.servers.values():
             server.start()
         try:
-            # Probes are answered from before loading on.
+            # Probes are answered before loading.
             wait_until(lambda: probe(job, "node1", "/live")[0] == 200, 120.0, "the first probe")
             assert probe(job, "node1", "/ready") == (503, {"status": "loading"})
             job.servers["node0"].wait_ready()
@@ -46,7 +46,7 @@ def job(
 
 
 def probe(job: HostsJob, host: str, path: str) -> tuple[int, Any]:
-    """What a host answers to a probe from the other one; 0 where nobody answers."""
+    """Return status and body of a probe of one host from the other; status 0 without a response."""
     with job.hosts.inside("node0" if host == "node1" else "node1"):
         url = f"http://{job.hosts.address(host)}:{PROBE_PORT}{path}"
         try:

@@ -1,4 +1,4 @@
-"""The door: exit codes, and one line where a person has made a mistake."""
+"""The command line: exit codes, and one line for each mistake of the user."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """The program without torchrun, or with some of its variables set."""
+    """Run the program without torchrun, or with some of torchrun's variables set."""
     return subprocess.run(
         [sys.executable, "-m", "spmd_serve", *arguments],
         cwd=ROOT,
@@ -70,7 +70,7 @@ def test_half_of_torchruns_variables_are_a_mistake(tmp_path: Path) -> None:
 
 
 def test_without_vllm_it_says_what_to_install(tmp_path: Path) -> None:
-    """Who installs the package without one of its extras gets no traceback."""
+    """A missing extra of the package is reported without a traceback."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
     done = run("m", PYTHONPATH=str(tmp_path))
     assert done.returncode == ExitCode.USAGE

@@ -28,7 +28,7 @@ from spmd_serve.topology import Layout
 from tests.support.view import fetch_view
 
 if TYPE_CHECKING:
-    from spmd_serve.server.listener import Listener
+    from spmd_serve.server.listener import HttpListener
 
 
 def given_sizes(words: Sequence[str]) -> dict[str, int | str | None]:
@@ -41,7 +41,7 @@ def given_sizes(words: Sequence[str]) -> dict[str, int | str | None]:
     return dict(vars(parser.parse_known_args(words)[0]))
 
 
-def serve(job: Job, listener: "Listener", layout: Layout, started: float) -> None:
+def serve(job: Job, listener: "HttpListener", layout: Layout, started: float) -> None:
     """Fork the child that answers requests."""
     spec = job_spec(job, layout)
     cluster = job.membership.cluster

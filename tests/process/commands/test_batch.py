@@ -21,37 +21,37 @@ DEADLINE_S = 60.0
 OPTIONS = BatchOptions(input_file="in.jsonl", output_file="out.jsonl")
 
 
-def job(may_restart: bool, said: list[str]) -> Any:
+def job(may_restart: bool, logged: list[str]) -> Any:
     one = BatchJob(Flags(), TorchrunEnv.read({}))
     one.may_restart = may_restart
-    one.say = said.append  # type: ignore[method-assign,assignment]
+    one.say = logged.append  # type: ignore[method-assign,assignment]
     return one
 
 
 @pytest.mark.parametrize("code", [ExitCode.OK, ExitCode.FAILED])
 def test_other_codes_stay(code: ExitCode) -> None:
-    said: list[str] = []
-    assert final_exit_code(job(True, said), OPTIONS, code) == code
-    assert said == []
+    logged: list[str] = []
+    assert final_exit_code(job(True, logged), OPTIONS, code) == code
+    assert logged == []
 
 
 def test_failed_lines_have_a_code_and_a_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    said: list[str] = []
-    assert final_exit_code(job(False, said), OPTIONS, ExitCode.LINES_FAILED) == ExitCode.LINES_FAILED
+    logged: list[str] = []
+    assert final_exit_code(job(False, logged), OPTIONS, ExitCode.LINES_FAILED) == ExitCode.LINES_FAILED
     message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
     assert message == "all lines are in out.jsonl, some of them with an error"
-    assert said == []
+    assert logged == []
 
 
-def test_failed_lines_are_no_reason_to_start_again() -> None:
-    said: list[str] = []
-    assert final_exit_code(job(True, said), OPTIONS, ExitCode.LINES_FAILED) == ExitCode.OK
-    assert "torchrun would start the finished run again" in said[0]
+def test_failed_lines_do_not_cause_a_restart() -> None:
+    logged: list[str] = []
+    assert final_exit_code(job(True, logged), OPTIONS, ExitCode.LINES_FAILED) == ExitCode.OK
+    assert "torchrun would start the finished run again" in logged[0]
 
 
 def run_complete(what: str, place: Place, log: Path) -> tuple[int, str]:
-    """Two ranks whose lines are all answered (see tests/support/batch_job.py): code, and what was said."""
+    """Two ranks whose lines are all answered (see tests/support/batch_job.py): code, and what was logged."""
     place.put_many(20)
     assert place.run(Engine(backwards)) == ExitCode.OK
     words = [what, str(place.input), str(place.output)]

@@ -72,7 +72,7 @@ class Run:
         return any(agent.returncode is not None for agent in self.agents)
 
     def codes(self) -> dict[int, int]:
-        """By torchrun's rank, of its last round."""
+        """Return the exit code of each torchrun rank in its last round."""
         found = re.findall(r"^rank (\d+) ends with (\d+)$", self.text(), re.MULTILINE)
         return {int(rank): int(code) for rank, code in found}
 
@@ -80,10 +80,13 @@ class Run:
         return "\n".join(agent.text() for agent in self.agents)
 
 
-def put(place: Place, count: int, bodies: Mapping[int, Mapping[str, Any]]) -> None:
-    """Lines from 1 to `count`, some of which have something special in their bodies."""
+def put(place: Place, count: int, overrides: Mapping[int, Mapping[str, Any]]) -> None:
+    """Write request lines 1 to `count`; `overrides` maps line numbers to further values of the body."""
     place.put(
-        *(request(number, body={"value": number, **bodies.get(number, {})}) for number in range(1, count + 1))
+        *(
+            request(number, body={"value": number, **overrides.get(number, {})})
+            for number in range(1, count + 1)
+        )
     )
 
 
@@ -92,7 +95,7 @@ def written(place: Place) -> int:
 
 
 def test_failed_lines_end_all_ranks_of_all_agents_with_3(tmp_path: Path, note: Note) -> None:
-    """Also where a rerun has nothing to ask."""
+    """The same holds for a rerun without any request left."""
     place = Place(tmp_path)
     put(place, 20, {7: FAILS})
     for folder in ("first", "rerun"):
@@ -106,7 +109,7 @@ def test_failed_lines_end_all_ranks_of_all_agents_with_3(tmp_path: Path, note: N
     assert written(place) == 20
 
 
-def test_failed_lines_are_no_reason_to_start_again_for_any_agent(tmp_path: Path) -> None:
+def test_failed_lines_do_not_restart_any_agent(tmp_path: Path) -> None:
     place = Place(tmp_path)
     put(place, 20, {7: FAILS})
     run = Run(place, tmp_path, agents=2, max_restarts=1)
@@ -117,10 +120,10 @@ def test_failed_lines_are_no_reason_to_start_again_for_any_agent(tmp_path: Path)
 
 
 SLOW = {number: {"seconds": 0.2} for number in range(1, 401)}
-"""A minute and more, one at a time."""
+"""Line numbers and seconds: more than a minute, one at a time."""
 
 
-def test_a_stop_ends_all_ranks_of_all_agents_with_4_and_a_rerun_goes_on(tmp_path: Path, note: Note) -> None:
+def test_a_stop_ends_all_ranks_of_all_agents_with_4_and_a_rerun_continues(tmp_path: Path, note: Note) -> None:
     place = Place(tmp_path)
     put(place, 400, SLOW)
     run = Run(place, tmp_path, "--max-in-flight=1", agents=2)
@@ -138,8 +141,8 @@ def test_a_stop_ends_all_ranks_of_all_agents_with_4_and_a_rerun_goes_on(tmp_path
     assert place.output.read_bytes().startswith(before) and len(place.by_id()) == 400
 
 
-def test_a_stopped_rank_goes_on_in_the_round_that_torchrun_starts(tmp_path: Path) -> None:
-    """A signal to a rank, where restarts are left: all agents take part in the next round, and it goes on."""
+def test_a_stopped_batch_continues_in_the_round_that_torchrun_starts(tmp_path: Path) -> None:
+    """After a signal to a rank, with restarts left, all agents take part in the next round."""
     place = Place(tmp_path)
     put(place, 60, {number: {"seconds": 0.1} for number in range(1, 61)})
     run = Run(place, tmp_path, "--max-in-flight=1", agents=2, max_restarts=1)
@@ -158,12 +161,12 @@ def wait_for_all(run: Run, place: Place) -> bool:
     return written(place) == 60 or run.any_ended()
 
 
-@pytest.mark.parametrize(("bodies", "code"), [({}, 0), ({3: FAILS}, 3)])
+@pytest.mark.parametrize(("overrides", "code"), [({}, 0), ({3: FAILS}, 3)])
 def test_a_signal_while_the_engine_ends_changes_nothing(
-    bodies: dict[int, dict[str, Any]], code: int, tmp_path: Path
+    overrides: dict[int, dict[str, Any]], code: int, tmp_path: Path
 ) -> None:
     place = Place(tmp_path)
-    put(place, 10, bodies)
+    put(place, 10, overrides)
     run = Run(place, tmp_path, "--signalled-end")
     assert run.to_its_end() == [min(code, 1)], run.text()
     assert run.codes() == {0: code}, run.text()

@@ -1,4 +1,4 @@
-"""The probe port of a job without a model: it opens early, opens again after a restart, or is refused."""
+"""The probe port of a job without a model: it opens, reopens after a restart, or is in use."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def metric(port: int, name: str) -> float:
     return float(value)
 
 
-def test_the_port_opens_again_after_a_failure_and_the_metrics_count_it(tmp_path: Path, note: Note) -> None:
+def test_the_port_reopens_after_a_failure_and_the_metrics_count_it(tmp_path: Path, note: Note) -> None:
     port = free_port()
     with light_job(tmp_path, f"--probe-port={port}", ranks=2, max_restarts=1) as job:
         job.start()

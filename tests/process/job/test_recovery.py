@@ -48,9 +48,9 @@ def recovers(
     make()
     gone = old.seconds_to_end(gone_s)
     after = job.served(before)
-    again = time.monotonic() - started
+    served_s = time.monotonic() - started
     seen = detected(after["detected_at"], clock)
-    note(f"{fault}: {seen}all gone after {gone:.2f} s, serving again after {again:.2f} s")
+    note(f"{fault}: {seen}all gone after {gone:.2f} s, serving again after {served_s:.2f} s")
     assert not set(after["pids"].values()) & set(before["pids"].values())
     assert not old.left()
     return after
@@ -114,7 +114,7 @@ def test_a_kill_during_the_restart_after_another(tmp_path: Path, note: Note, sha
 
 
 @pytest.mark.netns
-def test_a_cut_link_ends_the_job_on_both_sides_and_the_node_joins_again(
+def test_a_cut_link_ends_the_job_on_both_sides_and_the_node_rejoins(
     can_simulate_hosts: None, tmp_path: Path, note: Note
 ) -> None:
     with Hosts("node0", "node1") as hosts:
@@ -135,7 +135,7 @@ def test_a_cut_link_ends_the_job_on_both_sides_and_the_node_joins_again(
 
 @by_hand
 @pytest.mark.parametrize("backend", ["c10d", "static"])
-def test_a_killed_agent_is_started_again(tmp_path: Path, note: Note, backend: str) -> None:
+def test_a_killed_agent_is_restarted(tmp_path: Path, note: Note, backend: str) -> None:
     """A supervisor runs the same command again, and the job, which waits for the agent, continues."""
     with light_job(tmp_path, "-tp=1", "-pp=2", agents=2, backend=backend, max_restarts=3) as job:
         job.start()

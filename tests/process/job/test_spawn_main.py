@@ -1,4 +1,4 @@
-"""What multiprocessing spawns below us ends with the process that started it."""
+"""A process that multiprocessing spawns below a child ends with that child."""
 
 import subprocess
 import sys
@@ -53,7 +53,7 @@ def test_it_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     assert_gone([child], 10.0)
 
 
-def test_it_dies_with_a_parent_that_left_before_it_could_ask_for_that(tmp_path: Path) -> None:
+def test_it_dies_with_a_parent_that_ended_before_it_could_ask_for_that(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command(tmp_path), "leave"], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
     )

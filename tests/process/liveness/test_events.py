@@ -52,10 +52,10 @@ class InFlight:
             self.aborted = True
 
         self._tracked = TrackedRequest({"type": "http"}, receive, send)
-        admission.enter(self._tracked)
+        admission.track(self._tracked)
 
     def leave(self) -> None:
-        self._admission.leave(self._tracked)
+        self._admission.untrack(self._tracked)
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""``-dp auto``: how many replicas a round's nodes make, and what happens where they make none."""
+"""``-dp auto``: the number of replicas for a round's nodes, and the error if there is none."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def test_as_many_replicas_as_the_ranks_make(
         ([2], 0, None, "--tensor-parallel-size 0 is not possible"),
     ],
 )
-def test_what_makes_none_is_an_error_that_does_the_sum(
+def test_ranks_that_make_no_replica_are_an_error_with_the_calculation(
     nodes: list[int], tp: int | None, pp: int | None, message: str
 ) -> None:
     with pytest.raises(UsageError) as refused:
@@ -62,10 +62,10 @@ def test_what_makes_none_is_an_error_that_does_the_sum(
     assert message in str(refused.value)
 
 
-def test_waits_for_nodes_only_where_torchrun_may_add_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_for_nodes_only_if_torchrun_may_add_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spmd_serve.rendezvous.store.FIRST_WORD_S", 0.0)
-    said: list[str] = []
-    wait_for_nodes(cluster(1, 1), 2, 60.0, said.append)
-    assert said == []
-    wait_for_nodes(cluster(1, 1), 4, 0.05, said.append)
-    assert said[0].startswith("waiting for more nodes (2 of at most 4 are here; they make no")
+    logged: list[str] = []
+    wait_for_nodes(cluster(1, 1), 2, 60.0, logged.append)
+    assert logged == []
+    wait_for_nodes(cluster(1, 1), 4, 0.05, logged.append)
+    assert logged[0].startswith("waiting for more nodes (2 of at most 4 are here; they make no")

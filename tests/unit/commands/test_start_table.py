@@ -24,7 +24,7 @@ def cluster(ranks: int) -> Cluster:
     )
 
 
-def test_every_rank_has_a_line_with_its_place() -> None:
+def test_every_rank_has_a_line_with_its_coordinates() -> None:
     table = start_table(cluster(4), Layout(tp=2, pp=2, dp=1), {"http://0.0.0.0:8000": [0]})
     assert table.splitlines() == [
         "rank  host   device  dp  pp  tp  pid  interface",
@@ -36,7 +36,7 @@ def test_every_rank_has_a_line_with_its_place() -> None:
     ]
 
 
-def test_a_url_tells_which_replicas_stand_behind_it() -> None:
+def test_a_url_shows_the_replicas_behind_it() -> None:
     urls = {"http://node0:8000": [0, 1], "http://node1:8000": [2]}
     table = start_table(cluster(6), Layout(tp=2, pp=1, dp=3), urls)
     assert table.splitlines()[-2:] == [

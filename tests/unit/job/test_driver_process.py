@@ -1,4 +1,4 @@
-"""Rank 0's child starts with a clean environment."""
+"""The child process with the drivers: its environment, and a SIGTERM at its start."""
 
 import os
 import sys
@@ -18,13 +18,13 @@ from spmd_serve.topology import Layout
 
 @pytest.fixture(autouse=True)
 def environ() -> Iterator[None]:
-    """Whatever a test does to the environment is undone."""
+    """Undo changes of the environment."""
     with mock.patch.dict(os.environ, clear=True):
         yield
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **plugins: str) -> None:
-    """Have these plugins (name to vLLM's group) installed, and no others."""
+    """Simulate that these plugins (name to vLLM's group) are installed, and no others."""
 
     def entry_points(*, group: str) -> EntryPoints:
         return EntryPoints(
@@ -34,7 +34,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **plugins: str) -> None:
     monkeypatch.setattr(driver_process, "entry_points", entry_points)
 
 
-def test_torchruns_variables_stay_behind() -> None:
+def test_torchruns_variables_are_removed() -> None:
     os.environ |= {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -50,7 +50,7 @@ def test_torchruns_variables_stay_behind() -> None:
     assert set(os.environ) - {"PYTEST_CURRENT_TEST"} == {"HOME", *ours}
 
 
-def test_loading_may_take_long_unless_the_user_says_how_long() -> None:
+def test_loading_may_take_long_unless_the_user_sets_a_limit() -> None:
     prepare_environ()
     assert os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] == str(LOADING_TIMEOUT_S)
     os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = "60"
@@ -63,7 +63,7 @@ def test_our_routes_do_not_switch_off_other_plugins(monkeypatch: pytest.MonkeyPa
         monkeypatch,
         lora_resolver="vllm.general_plugins",
         device="vllm.platform_plugins",
-        routes="vllm.endpoint_plugins",  # these vLLM loads only where they are named
+        routes="vllm.endpoint_plugins",  # vLLM loads these only if they are named
     )
     prepare_environ()
     assert os.environ["VLLM_PLUGINS"].split(",") == ["device", "lora_resolver", PLUGIN]
@@ -91,14 +91,14 @@ def test_our_plugin_is_installed_under_that_name() -> None:
     assert ours.value == "spmd_serve.server.routes:plugin"
 
 
-def sleep_in_vain() -> int:
+def sleep() -> int:
     time.sleep(60)
     return 1
 
 
-@pytest.mark.parametrize(("early_end", "code"), [(None, 0), (Stopped("not done"), 4)])
+@pytest.mark.parametrize(("stop_error", "code"), [(None, 0), (Stopped("not done"), 4)])
 def test_sigterm_right_after_the_start_is_an_orderly_end(
-    early_end: Stopped | None, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    stop_error: Stopped | None, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Even when it comes before the child's first line; a child is asked to drain as soon as it is there."""
     link = mock.Mock(announce_end=lambda end: print(end == End(code=code, unserved=True), file=sys.stderr))
@@ -106,7 +106,7 @@ def test_sigterm_right_after_the_start_is_an_orderly_end(
     spec = mock.Mock(
         watcher="@none", join_timeout_s=1.0, step_timeout_s=300.0, layout=Layout(dp=1, pp=1, tp=1)
     )
-    child = driver_process.DriverChild.start("API server", sleep_in_vain, spec, False, early_end=early_end)
+    child = driver_process.DriverChild.start("API server", sleep, spec, False, stop_error=stop_error)
     try:
         child.drain()
         assert child.wait(20.0) == code

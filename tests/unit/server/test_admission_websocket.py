@@ -1,4 +1,4 @@
-"""What a WebSocket's client is told while a server fails or ends: a real server, a real client."""
+"""Responses to a WebSocket client while a server fails or ends: a real server and a real client."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from spmd_serve.server.admission import AdmissionControl, AdmissionMiddleware
 
-LIMIT_S = 20.0
+TIMEOUT_S = 20.0
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -24,10 +24,10 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 @asynccontextmanager
 async def served(admission: AdmissionControl) -> AsyncIterator[str]:
-    """Its URL."""
-    keeper = AdmissionMiddleware(echo, admission)
+    """Run a server and yield its URL."""
+    middleware = AdmissionMiddleware(echo, admission)
     server = uvicorn.Server(
-        uvicorn.Config(keeper, lifespan="off", log_level="warning", ws="websockets-sansio")
+        uvicorn.Config(middleware, lifespan="off", log_level="warning", ws="websockets-sansio")
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         task = asyncio.ensure_future(server.serve([listener]))
@@ -38,22 +38,22 @@ async def served(admission: AdmissionControl) -> AsyncIterator[str]:
             await task
 
 
-def test_one_inside_is_closed_with_try_again_later_and_a_new_one_refused_with_503() -> None:
+def test_one_in_flight_is_closed_with_1013_and_a_new_one_refused_with_503() -> None:
     async def body() -> None:
         admission = AdmissionControl()
         async with served(admission) as url:
-            async with websockets.connect(url) as inside:
-                await inside.send("hello")
-                assert await inside.recv() == "hello"
-                admission.cut("rank 1 is gone")
-                await inside.wait_closed()
-                assert (inside.close_code, inside.close_reason) == (1013, "rank 1 is gone")
+            async with websockets.connect(url) as running:
+                await running.send("hello")
+                assert await running.recv() == "hello"
+                admission.abort("rank 1 is gone")
+                await running.wait_closed()
+                assert (running.close_code, running.close_reason) == (1013, "rank 1 is gone")
             try:
                 async with websockets.connect(url):
-                    raise AssertionError("it was let in")
+                    raise AssertionError("it was admitted")
             except websockets.InvalidStatus as refused:
-                answer = refused.response
-            assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
-            assert b"rank 1 is gone" in answer.body
+                response = refused.response
+            assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+            assert b"rank 1 is gone" in response.body
 
-    asyncio.run(asyncio.wait_for(body(), LIMIT_S))
+    asyncio.run(asyncio.wait_for(body(), TIMEOUT_S))
