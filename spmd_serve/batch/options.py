@@ -30,7 +30,7 @@ class BatchOptions:
 
     input_file: str | None = _flag(
         None,
-        "requests in the OpenAI batch format: a file, an http(s) URL, or - for standard input",
+        "requests in the OpenAI batch format: a file or http(s) URL, plain or gzip, or - for standard input",
         short="-i",
     )
     output_file: str | None = _flag(
@@ -124,7 +124,7 @@ class BatchOptions:
         """Whether plain prompts are fields of JSON lines."""
         if self.prompts_format == "auto":
             path = self.source.split("?", 1)[0] if is_url(self.source) else self.source
-            return path.lower().endswith((".jsonl", ".ndjson"))
+            return path.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson"))
         return self.prompts_format == "jsonl"
 
     def plain_values(self) -> dict[str, object]:

@@ -1,12 +1,14 @@
 """Where requests come from: a file, a web server, or a pipe. Read as a stream; only a chunk is in memory."""
 
 import asyncio
+import gzip
 import hashlib
 import os
 import shutil
 import stat
 import tempfile
 import urllib.request
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,6 +20,7 @@ from spmd_serve.errors import SpmdError, UsageError
 CHUNK = 1 << 18
 URL_TIMEOUT_S = 300
 _BOM = b"\xef\xbb\xbf"
+_GZIP = b"\x1f\x8b"
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,18 @@ class InputSource:
     def identify(self) -> InputFingerprint | None:
         """Read a file once through; None for a pipe. Raises UsageError when it cannot be read."""
         try:
-            return None if self.is_pipe else _fingerprint(self._fd)
+            return None if self.is_pipe else _fingerprint(self._open_file())
         except OSError as problem:
-            raise UsageError(f"the input {self.name} cannot be read: {problem.strerror}") from problem
+            reason = problem.strerror or problem
+            raise UsageError(f"the input {self.name} cannot be read: {reason}") from problem
+        except (EOFError, zlib.error) as problem:
+            raise UsageError(f"the input {self.name} is a damaged gzip file: {problem}") from problem
+
+    def _open_file(self) -> BinaryIO | gzip.GzipFile:
+        """Return the content of a file from its start, unpacked if it is gzip."""
+        file = open(self._fd, "rb", buffering=1 << 20, closefd=False)  # noqa: SIM115
+        file.seek(0)
+        return gzip.GzipFile(fileobj=file) if os.pread(self._fd, 2, 0) == _GZIP else file
 
     def is_same_file(self, path: str) -> bool:
         """Whether `path` is this very file."""
@@ -83,9 +95,10 @@ class InputSource:
         Lets others run between chunks. Raises SpmdError when reading fails.
         """
         number, parts = 0, list[bytes]()
-        if not self.is_pipe:
-            os.lseek(self._fd, 0, os.SEEK_SET)
-        while chunk := await self._read():
+        file = None if self.is_pipe else self._open_file()
+        while chunk := await self._read(file):
+            if file is None and number == 0 and not parts and chunk.startswith(_GZIP):
+                raise UsageError(f"the input {self.name} is gzip: pipe it through `gzip -dc`")
             pieces = chunk.split(b"\n")
             for piece in pieces[:-1]:
                 number += 1
@@ -104,10 +117,11 @@ class InputSource:
         if rest and not rest.isspace():
             yield number + 1, rest
 
-    async def _read(self) -> bytes:
+    async def _read(self, file: BinaryIO | gzip.GzipFile | None) -> bytes:
         try:
-            if self.is_pipe:
-                await ready(self._fd, writing=False)
+            if file is not None:
+                return file.read(CHUNK)
+            await ready(self._fd, writing=False)
             return os.read(self._fd, CHUNK)
         except OSError as problem:
             raise SpmdError(f"the input {self.name} cannot be read further: {problem.strerror}") from problem
@@ -138,10 +152,9 @@ async def ready(fd: int, *, writing: bool) -> None:
         (loop.remove_writer if writing else loop.remove_reader)(fd)
 
 
-def _fingerprint(fd: int) -> InputFingerprint:
+def _fingerprint(content: BinaryIO | gzip.GzipFile) -> InputFingerprint:
     digest, size, count = hashlib.sha256(), 0, 0
-    with open(fd, "rb", buffering=1 << 20, closefd=False) as file:
-        file.seek(0)
+    with content as file:
         for line in file:
             digest.update(line)
             if size == 0:

@@ -36,7 +36,7 @@ def test_plain_prompts() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["p.jsonl", "p.NDJSON", "http://host/p.jsonl?sig=x.txt"])
+@pytest.mark.parametrize("name", ["p.jsonl", "p.NDJSON", "p.jsonl.gz", "http://host/p.jsonl?sig=x.txt"])
 def test_jsonl_by_name(name: str) -> None:
     assert parse("--prompts", name, "-o", "o").is_jsonl
 

@@ -1,6 +1,7 @@
 """Inputs: files, URLs and pipes, read as a stream of numbered lines."""
 
 import asyncio
+import gzip
 import hashlib
 import os
 from collections.abc import Callable
@@ -95,11 +96,11 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
 
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        known = self.path == "/in.jsonl"
+        known = self.path in ("/in.jsonl", "/in.gz")
         self.send_response(200 if known else 404)
-        self.send_header("Content-Length", "9")
+        self.send_header("Content-Length", "9" if self.path != "/in.gz" else str(len(PACKED)))
         self.end_headers()
-        self.wfile.write(b"one\ntwo\n\n")
+        self.wfile.write(b"one\ntwo\n\n" if self.path != "/in.gz" else PACKED)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -113,7 +114,48 @@ def test_url(tmp_path: Path) -> None:
         assert fingerprint is not None and fingerprint.lines == 2
         assert read(source) == [(1, b"one"), (2, b"two")]
         source.close()
+        packed = InputSource.open(f"{address}/in.gz")
+        assert [line.strip() for _, line in read(packed)] == [b"one", b"two"]
+        packed.close()
         with pytest.raises(UsageError, match=r"cannot be fetched: HTTP Error 404"):
             InputSource.open(f"{address}/none")
     with pytest.raises(UsageError, match=r"cannot be fetched: .*refused"):
         InputSource.open(f"{address}/in.jsonl")
+
+
+PACKED = gzip.compress(b"\xef\xbb\xbfone\n") + gzip.compress(b"\ntwo")  # as `cat a.gz b.gz` makes it
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 18])
+def test_gzip_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    (tmp_path / "in").write_bytes(PACKED)
+    (tmp_path / "plain").write_bytes(gzip.decompress(PACKED))
+    source, plain = (InputSource.open(str(tmp_path / name)) for name in ("in", "plain"))
+    assert source.identify() == plain.identify(), "a rerun may give either"
+    lines = read(source)
+    assert [(number, line.strip()) for number, line in lines] == [(1, b"one"), (3, b"two")]
+    assert read(source) == lines
+    source.close()
+    plain.close()
+
+
+@pytest.mark.parametrize(
+    "content", [PACKED[:-9], PACKED[:2], PACKED[:30] + b"\xff\xff" + PACKED[32:], PACKED + b"x" * 9]
+)
+def test_damaged_gzip_is_refused_before_the_model_loads(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "in").write_bytes(content)
+    source = InputSource.open(str(tmp_path / "in"))
+    with pytest.raises(UsageError, match=r"the input .*/in (cannot be read|is a damaged gzip file): \S"):
+        source.identify()
+    source.close()
+
+
+def test_gzip_in_a_pipe_is_refused() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, PACKED)
+    os.close(writer)
+    source = InputSource("standard input", reader, is_pipe=True)
+    with pytest.raises(UsageError, match="standard input is gzip: pipe it through `gzip -dc`"):
+        read(source)
+    source.close()
