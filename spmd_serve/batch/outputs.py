@@ -5,6 +5,7 @@ import os
 import sys
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from typing import Protocol
 
 from spmd_serve.batch.journal import Journal
@@ -16,6 +17,7 @@ from spmd_serve.errors import SpmdError, UsageError
 
 UPLOAD_TRIES = 5
 UPLOAD_RETRY_S = 5.0
+"""Seconds before the second try; doubled for each further one."""
 UPLOAD_TIMEOUT_S = 1000.0
 
 _ALWAYS_FITS = 4096
@@ -202,15 +204,16 @@ async def upload(path: str, url: str, say: Callable[[str], None]) -> None:
     for attempt in range(1, UPLOAD_TRIES + 1):
         try:
             await asyncio.to_thread(_put, path, url)
-        except OSError as problem:
+        except (OSError, HTTPException) as problem:
             if attempt == UPLOAD_TRIES:
                 raise SpmdError(
                     f"{url} takes no upload: {problem}; the answers are in {path}: "
                     "run the same command again to try again"
                 ) from problem
-            again = f"try {attempt + 1} of {UPLOAD_TRIES} in {UPLOAD_RETRY_S:g} s"
+            pause_s = UPLOAD_RETRY_S * 2 ** (attempt - 1)
+            again = f"try {attempt + 1} of {UPLOAD_TRIES} in {pause_s:g} s"
             say(f"upload to {url} failed ({problem}): {again}")
-            await asyncio.sleep(UPLOAD_RETRY_S)
+            await asyncio.sleep(pause_s)
         else:
             return
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Mapping
@@ -114,6 +115,8 @@ def prepare(
     about 1 GB per second. Raises UsageError with a one-line message, and changes no file then.
     """
     options.check()
+    if options.output_tmp_dir is not None and not os.path.isdir(options.output_tmp_dir):
+        raise UsageError(f"--output-tmp-dir {options.output_tmp_dir} is no directory: make it first")
     source = InputSource.open(options.source, options.output_tmp_dir)
     try:
         output, total = _open_output(options, source, {**options.fingerprint(), **(flags or {})}, launch, say)
@@ -213,5 +216,6 @@ def answer_flags(given: Mapping[str, object], defaults: Mapping[str, object]) ->
         if name not in defaults or value == defaults[name] or name in OPERATIONAL | OURS:
             continue
         if not name.startswith(OPERATIONAL_PREFIXES):
-            shown["--" + name.replace("_", "-")] = str(value)
+            # vLLM gives its transfer configurations a random engine_id, which decides no answer.
+            shown["--" + name.replace("_", "-")] = re.sub(r"\bengine_id='[^']*', ", "", str(value))
     return shown

@@ -10,8 +10,8 @@ import tempfile
 import urllib.request
 import zlib
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from typing import BinaryIO
 
 from spmd_serve.batch.options import STDIO, is_url
@@ -166,16 +166,16 @@ def _fingerprint(content: BinaryIO | gzip.GzipFile) -> InputFingerprint:
 
 
 def _fetch(url: str, spool_dir: str | None) -> int:
-    spool: BinaryIO
-    with tempfile.TemporaryFile(dir=spool_dir) as spool:
-        try:
-            with urllib.request.urlopen(url, timeout=URL_TIMEOUT_S) as answer:
-                shutil.copyfileobj(answer, spool, CHUNK)
-                wanted = answer.headers.get("Content-Length")
+    try:
+        with (
+            tempfile.TemporaryFile(dir=spool_dir) as spool,
+            urllib.request.urlopen(url, timeout=URL_TIMEOUT_S) as answer,
+        ):
+            shutil.copyfileobj(answer, spool, CHUNK)
             spool.flush()
-        except OSError as problem:
-            raise UsageError(f"the input {url} cannot be fetched: {problem}") from problem
-        with suppress(ValueError, TypeError):
-            if int(wanted) != spool.tell():
+            wanted = answer.headers.get("Content-Length") or ""
+            if wanted.isdigit() and int(wanted) != spool.tell():
                 raise UsageError(f"the input {url} ended early: {spool.tell()} of {wanted} bytes")
-        return os.dup(spool.fileno())
+            return os.dup(spool.fileno())
+    except (OSError, HTTPException) as problem:
+        raise UsageError(f"the input {url} cannot be fetched: {problem}") from problem

@@ -15,6 +15,7 @@ import pytest
 from spmd_serve.batch import Answer, BatchLine, Launch, outputs, prepare
 from spmd_serve.errors import ExitCode, SpmdError, UsageError
 from tests.support.batch import DEADLINE_S, Engine, Place, good_output, request
+from tests.support.web import web_server
 
 
 @pytest.fixture
@@ -121,6 +122,31 @@ def test_output_url(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(outputs, "UPLOAD_TRIES", 2)
     with pytest.raises(SpmdError, match=f"takes no upload: .*; the answers are in {local}"):
         place.run(Engine(), **more)
+
+
+class _Breaking(BaseHTTPRequestHandler):
+    """Answers uploads with what is no HTTP, or closes the connection at once."""
+
+    replies = (b"", b"no HTTP\r\n")
+    tries = 0
+
+    def do_PUT(self) -> None:
+        self.wfile.write(self.replies[type(self).tries % 2])
+        type(self).tries += 1
+        self.close_connection = True
+
+
+def test_an_upload_whose_connection_breaks_is_tried_again(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.put_many(5)
+    monkeypatch.setattr(outputs, "UPLOAD_RETRY_S", 0.01)
+    with web_server(_Breaking) as address:
+        with pytest.raises(SpmdError, match="takes no upload: .*; the answers are in .*-out.jsonl: run"):
+            place.run(Engine(), output_file=f"{address}/out.jsonl", output_tmp_dir=str(tmp_path))
+    assert _Breaking.tries == outputs.UPLOAD_TRIES
+    pauses = [line.rpartition(" in ")[2] for line in place.said if "upload to" in line]
+    assert pauses == ["0.01 s", "0.02 s", "0.04 s", "0.08 s"]
 
 
 PROGRAM = """

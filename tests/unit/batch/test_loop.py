@@ -330,6 +330,9 @@ def test_prepare_refuses_and_leaves_nothing_behind(place: Place, tmp_path: Path)
         prepare(place.options(output_file=str(tmp_path / "none" / "out")))
     with pytest.raises(UsageError, match="is a directory"):
         prepare(place.options(output_file=str(tmp_path)))
+    for url in ({"input_file": "http://127.0.0.1:1/in"}, {"output_file": "http://127.0.0.1:1/out"}):
+        with pytest.raises(UsageError, match=r"--output-tmp-dir .*/none is no directory: make it first"):
+            prepare(place.options(output_tmp_dir=str(tmp_path / "none"), **url))
     with pytest.raises(UsageError, match="would overwrite the input"):
         prepare(place.options(output_file=str(place.input)))
     assert os.listdir(tmp_path) == ["in.jsonl"]
