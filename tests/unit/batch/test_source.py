@@ -141,7 +141,9 @@ def test_gzip_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk
 
 
 @pytest.mark.parametrize(
-    "content", [PACKED[:-9], PACKED[:2], PACKED[:30] + b"\xff\xff" + PACKED[32:], PACKED + b"x" * 9]
+    "content",
+    [PACKED[:-9], PACKED[:2], PACKED[:30] + b"\xff\xff" + PACKED[32:], PACKED + b"x" * 9],
+    ids=["truncated", "two bytes", "damaged", "trailing bytes"],
 )
 def test_damaged_gzip_is_refused_before_the_model_loads(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "in").write_bytes(content)
