@@ -80,10 +80,10 @@ def test_a_killed_api_server_ends_the_whole_job(job: Job, ours: Endpoint, note: 
         kill_nine(victim)
         seconds = footprint.seconds_to_end()
         crowd.wait_ended()
-    told = sum(request.broken is None and request.error is not None for request in crowd.requests)
+    informed = sum(request.broken is None and request.error is not None for request in crowd.requests)
     note(
         f"kill -9 of one of two API servers, 8 streams: the whole job is gone after {seconds:.1f} s, "
-        f"{told} clients were told"
+        f"{informed} clients got an error"
     )
     assert not any(request.is_complete for request in crowd.requests)
     assert job.server.wait_exit(1) not in (0, -signal.SIGKILL)

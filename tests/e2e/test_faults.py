@@ -67,14 +67,14 @@ def test_an_engine_core_that_hangs_between_steps_is_named(
         footprint, started = job.footprint(), time.monotonic()
         body = {"model": NAME, "prompt": "a", "max_tokens": STUCK_TOKENS}
         status, answer = job.endpoint.call("/v1/completions", body)
-        told = time.monotonic() - started
-        gone = told + footprint.seconds_to_end(LATE_S)
+        answered_s = time.monotonic() - started
+        gone = answered_s + footprint.seconds_to_end(LATE_S)
         note(
-            f"an engine core hangs, --step-timeout 6: its client knew after {told:.2f} s, "
+            f"an engine core hangs, --step-timeout 6: its client knew after {answered_s:.2f} s, "
             f"all gone after {gone:.2f} s"
         )
         assert status in (500, 503) and answer["error"]["code"] == status
-        assert told > 11.0  # 5 s after a rank would be reported
+        assert answered_s > 11.0  # 5 s after a rank would be reported
         assert job.server.wait_exit(5.0) not in (0, -signal.SIGKILL)
     assert re.search(r"engine core \(pid \d+, node \S+\) hung: its loop has made no progress", job.summary())
     assert "in schedule" in job.server.text()

@@ -58,7 +58,7 @@ def comes_back(job: Job, name: str, fault: Fault, expected: list[list[int]], not
         gone = old.seconds_to_end(GONE_S + (RANK_TIMEOUT_S if stopped else 0.0))
         crowd.wait_ended(GONE_S)
     assert not any(request.is_complete for request in crowd.requests)
-    told = sorted(request.ended_at - started for request in crowd.requests if request.ended_at is not None)
+    waits = sorted(request.ended_at - started for request in crowd.requests if request.ended_at is not None)
     errors = sum(request.broken is None and request.error is not None for request in crowd.requests)
     wait_until(lambda: serves(job, expected), SERVE_S, f"the job to serve again\n{job.server.tail()}")
     again = time.monotonic() - started
@@ -67,7 +67,7 @@ def comes_back(job: Job, name: str, fault: Fault, expected: list[list[int]], not
     note(
         f"{'SIGSTOP' if stopped else 'kill -9'} of {name}, {clients} streams: {seen}"
         f"all gone after {gone:.2f} s, "
-        + (f"clients knew after {told[0]:.2f} to {told[-1]:.2f} s ({errors} by an error), " if told else "")
+        + (f"clients knew after {waits[0]:.2f} to {waits[-1]:.2f} s ({errors} by an error), " if waits else "")
         + f"served again after {again:.1f} s"
     )
     assert not old.left(), "names in /dev/shm are left"

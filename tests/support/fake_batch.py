@@ -41,9 +41,9 @@ def make_parser(add: Callable[[argparse.ArgumentParser], None]) -> argparse.Argu
 
 
 def agree(
-    job: Job, early: PreparsedArgs, add: Callable[[argparse.ArgumentParser], None]
+    job: Job, parsed: PreparsedArgs, add: Callable[[argparse.ArgumentParser], None]
 ) -> tuple[argparse.Namespace, Layout]:
-    args, _ = make_parser(add).parse_known_args(early.rest)
+    args, _ = make_parser(add).parse_known_args(parsed.rest)
     return args, resolve_layout(job, NO_SIZES)
 
 

@@ -90,13 +90,13 @@ def serve(job: Job, listener: "HttpListener", layout: Layout, started: float) ->
 
 def main() -> None:
     started = time.monotonic()
-    early = preparse(sys.argv[1:])
-    job = Job.enter(early.flags)
+    parsed = preparse(sys.argv[1:])
+    job = Job.enter(parsed.flags)
     with job.reported():
         open_probes(job)
         with job.voting("the command line"):
-            layout = resolve_layout(job, given_sizes(early.rest))
-        listener = open_listener(job, early, plan_endpoints(job, layout))
+            layout = resolve_layout(job, given_sizes(parsed.rest))
+        listener = open_listener(job, parsed, plan_endpoints(job, layout))
         job.link.entry.state("loading")
         if listener is not None:
             serve(job, listener, layout, started)

@@ -112,11 +112,11 @@ class Hosts:
                 _setns(home.fileno())
 
     def cut(self, host: str) -> None:
-        """Cuts the host off without a word to anybody, as a pulled cable does."""
+        """Cut the node off, as a pulled cable does: no packet announces it."""
         _ip("-n", self._switch, "link", "set", self._port(host), "down")
 
     def mend(self, host: str) -> None:
-        """Puts the cable back."""
+        """Restore the link."""
         _ip("-n", self._switch, "link", "set", self._port(host), "up")
 
     def processes(self, host: str) -> list[Process]:

@@ -34,18 +34,18 @@ def test_our_flags_and_the_address_are_read_from_the_file(tmp_path: Path) -> Non
     content = """
 host: 127.0.0.1
 port: 9000
-uds: /run/door
+uds: /run/http
 head: node1
 join-timeout: 7
 control_backend: gloo
 data-parallel-hybrid-lb: true
 control-allow-class: [a:B, c:D]
 """
-    early = preparse(["m", "--config", file(tmp_path, content)])
-    assert (early.host, early.ports, early.uds) == ("127.0.0.1", (9000,), "/run/door")
-    assert (early.flags.head, early.flags.join_timeout) == ("node1", 7.0)
-    assert (early.flags.control_backend, early.flags.lb) == ("gloo", "hybrid")
-    assert early.flags.control_allow_class == ("a:B", "c:D")
+    parsed = preparse(["m", "--config", file(tmp_path, content)])
+    assert (parsed.host, parsed.ports, parsed.uds) == ("127.0.0.1", (9000,), "/run/http")
+    assert (parsed.flags.head, parsed.flags.join_timeout) == ("node1", 7.0)
+    assert (parsed.flags.control_backend, parsed.flags.lb) == ("gloo", "hybrid")
+    assert parsed.flags.control_allow_class == ("a:B", "c:D")
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ control-allow-class: [a:B, c:D]
 )
 def test_the_command_line_wins(tmp_path: Path, words: list[str]) -> None:
     path = file(tmp_path, "port: 2\nhost: here\n")
-    early = preparse([word.format(path) for word in words])
-    assert (early.ports, early.host) == ((1,), "here")
+    parsed = preparse([word.format(path) for word in words])
+    assert (parsed.ports, parsed.host) == ((1,), "here")
 
 
 def test_a_bad_value_in_the_file_is_named_like_one_of_the_command_line(tmp_path: Path) -> None:

@@ -9,20 +9,20 @@ from spmd_serve.errors import UsageError
 
 
 def test_defaults_stand_in_the_dataclass_alone() -> None:
-    early = preparse(["some/model"])
-    assert early.flags == Flags()
-    assert early.subcommand == "serve"
-    assert (early.host, early.ports, early.uds) == (None, (8000,), None)
+    parsed = preparse(["some/model"])
+    assert parsed.flags == Flags()
+    assert parsed.subcommand == "serve"
+    assert (parsed.host, parsed.ports, parsed.uds) == (None, (8000,), None)
 
 
 def test_our_flags_are_read_from_among_vllms() -> None:
-    early = preparse(
+    parsed = preparse(
         ["serve", "m", "-tp", "2", "--join_timeout=7", "--head", "b", "--port", "0", "--dtype", "float32"]
     )
-    assert early.flags.join_timeout == 7.0
-    assert early.flags.head == "b"
-    assert early.ports == (0,)
-    assert early.rest[0] == "m"
+    assert parsed.flags.join_timeout == 7.0
+    assert parsed.flags.head == "b"
+    assert parsed.ports == (0,)
+    assert parsed.rest[0] == "m"
 
 
 def test_batch_is_a_subcommand_and_a_model_may_be_called_anything_else() -> None:
