@@ -67,7 +67,11 @@ def comes_back(job: Job, name: str, fault: Fault, expected: list[list[int]], not
     note(
         f"{'SIGSTOP' if stopped else 'kill -9'} of {name}, {clients} streams: {seen}"
         f"all gone after {gone:.2f} s, "
-        + (f"clients knew after {waits[0]:.2f} to {waits[-1]:.2f} s ({errors} by an error), " if waits else "")
+        + (
+            f"clients knew after {waits[0]:.2f} to {waits[-1]:.2f} s ({errors} by an error), "
+            if waits
+            else ""
+        )
         + f"served again after {again:.1f} s"
     )
     assert not old.left(), "names in /dev/shm are left"

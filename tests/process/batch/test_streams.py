@@ -141,9 +141,9 @@ def test_an_upload_whose_connection_breaks_is_tried_again(
 ) -> None:
     place.put_many(5)
     monkeypatch.setattr(outputs, "UPLOAD_RETRY_S", 0.01)
-    with web_server(_Breaking) as address:
-        with pytest.raises(SpmdError, match="takes no upload: .*; the answers are in .*-out.jsonl: run"):
-            place.run(Engine(), output_file=f"{address}/out.jsonl", output_tmp_dir=str(tmp_path))
+    error = pytest.raises(SpmdError, match=r"takes no upload: .*; the answers are in .*-out\.jsonl: run")
+    with web_server(_Breaking) as address, error:
+        place.run(Engine(), output_file=f"{address}/out.jsonl", output_tmp_dir=str(tmp_path))
     assert _Breaking.tries == outputs.UPLOAD_TRIES
     pauses = [line.rpartition(" in ")[2] for line in place.said if "upload to" in line]
     assert pauses == ["0.01 s", "0.02 s", "0.04 s", "0.08 s"]
