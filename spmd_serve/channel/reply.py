@@ -28,6 +28,8 @@ from spmd_serve.wire.frames import (
 )
 
 CHALLENGE_BYTES = 16
+_FIRST_PIECE_BYTES = 1 << 20
+"""Memory for a frame is allocated as its bytes arrive: at first this much, then twice what has arrived."""
 
 
 def prepare(sock: socket.socket) -> None:
@@ -51,9 +53,8 @@ class FrameSocket:
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._head = bytearray(HEADER.size)
         self._header: Header | None = None
-        self._target = memoryview(self._head)
+        self._buffer = bytearray()
         self._have = 0
 
     def send(self, kind: Kind, parts: list[Any]) -> None:
@@ -70,18 +71,17 @@ class FrameSocket:
                 raise self.lost(str(error)) from error
 
     def receive(self, deadline: Deadline) -> tuple[Header, memoryview]:
-        """The next frame; TimeoutError at the deadline."""
-        while True:
-            self._fill(deadline)
-            if self._header is None:
-                self._header = self.reader.header(self._head)
-                length = self.reader.seal.size + self._header.length
-                self._target, self._have = memoryview(bytearray(length)), 0
-                continue
-            header, rest, size = self._header, self._target, self.reader.seal.size
-            self.reader.verify(header, rest[:size], rest[size:])
-            self._header, self._target, self._have = None, memoryview(self._head), 0
-            return header, rest[size:]
+        """Return the next frame, whose signature is checked. Raises TimeoutError, PeerLost or BadFrame.
+
+        The memory it takes is bounded by twice what the peer has sent, not by the length it announces.
+        """
+        if self._header is None:
+            self._header = self.reader.header(self._fill(HEADER.size, deadline))
+        header, mac_bytes = self._header, self.reader.seal.size
+        rest = memoryview(self._fill(mac_bytes + header.length, deadline))
+        self._header = None
+        self.reader.verify(header, rest[:mac_bytes], rest[mac_bytes:])
+        return header, rest[mac_bytes:]
 
     def recv_into(self, target: memoryview, deadline: Deadline) -> int:
         """At least one byte, and how many."""
@@ -123,9 +123,16 @@ class FrameSocket:
             return ChannelClosed(f"the connection to {self.who} is closed")
         return PeerLost(f"lost {self.who}: {cause}")
 
-    def _fill(self, deadline: Deadline) -> None:
-        while self._have < len(self._target):
-            self._have += self.recv_into(self._target[self._have :], deadline)
+    def _fill(self, size: int, deadline: Deadline) -> bytearray:
+        """Return the next `size` bytes; what came before a TimeoutError is kept for the next call."""
+        while self._have < size:
+            if self._have == len(self._buffer):
+                most = min(size, max(_FIRST_PIECE_BYTES, 2 * self._have))
+                self._buffer += bytes(most - self._have)
+            with memoryview(self._buffer) as whole, whole[self._have :] as free:
+                self._have += self.recv_into(free, deadline)
+        full, self._buffer, self._have = self._buffer, bytearray(), 0
+        return full
 
 
 def seals(key: bytes | None, nonce: str, challenge: bytes) -> tuple[Seal, Seal]:

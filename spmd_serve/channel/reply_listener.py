@@ -1,8 +1,11 @@
-"""The driver's door for the ranks' answers: who connects is checked, strangers are dropped."""
+"""The driver's listener for the connections over which ranks on other nodes reply.
+
+Anybody who reaches the port may connect. Whatever a pending connection sends, and whatever that raises,
+closes this connection only.
+"""
 
 import json
 import secrets
-import select
 import socket
 import time
 from collections.abc import Mapping
@@ -10,18 +13,23 @@ from contextlib import suppress
 
 from spmd_serve.channel.base import Deadline, Say
 from spmd_serve.channel.reply import CHALLENGE_BYTES, FrameSocket, ReplyInbox, prepare, seals
-from spmd_serve.errors import PeerLost
+from spmd_serve.errors import PeerLost, SpmdError
 from spmd_serve.rendezvous.store import Wait
-from spmd_serve.wire.frames import DEFAULT_MAX_BYTES, BadFrame, FrameReader, FrameWriter, Kind
+from spmd_serve.wire.frames import DEFAULT_MAX_BYTES, FrameReader, FrameWriter, Kind
 
 _HELLO_MAX_BYTES = 4096
-_HELLO_S = 10.0  # a stranger that says nothing is dropped after this
+_HELLO_S = 10.0
+"""A pending connection that has not authenticated after so many seconds is closed."""
+_MAX_PENDING = 64
+_MAX_REPORTS = 64
 
 
 class _PendingConnection:
-    """A connection whose HELLO is not complete yet."""
+    """A connection that has not authenticated yet."""
 
     def __init__(self, sock: socket.socket, peer: str, key: bytes | None, nonce: str, max_bytes: int) -> None:
+        sock.setblocking(True)
+        prepare(sock)
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
         sock.sendall(challenge)
         up, down = seals(key, nonce, challenge)
@@ -31,30 +39,27 @@ class _PendingConnection:
         self._nonce = nonce
 
     def rank(self) -> int:
-        """The rank that it says it is. TimeoutError while incomplete; BadFrame, PeerLost for a stranger."""
+        """Return the rank in its HELLO. Raises TimeoutError while that is incomplete."""
         header, hello = self.frames.receive(Deadline(0.0))
-        try:
-            said = json.loads(bytes(hello))
-            rank, nonce = int(said["rank"]), str(said["nonce"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise self.frames.reader.bad("not a hello", header.seq) from error
-        if header.kind is not Kind.HELLO:
+        said = json.loads(bytes(hello))
+        rank, nonce = said["rank"], said["nonce"]
+        if header.kind is not Kind.HELLO or type(rank) is not int or type(nonce) is not str:
             raise self.frames.reader.bad("not a hello", header.seq)
         if nonce != self._nonce:
-            raise self.frames.reader.bad(f"it is of run {nonce[:40]}, this is {self._nonce}", header.seq)
+            raise self.frames.reader.bad(f"it is of run {nonce[:40]!r}, this is {self._nonce!r}", header.seq)
         return rank
 
     def admit(self, who: str, max_bytes: int) -> ReplyInbox:
-        """Welcome it; from now on errors call it `who`."""
+        """Send WELCOME; from now on errors call the peer `who`."""
         self.frames.who = self.frames.reader.peer = who
         self.frames.reader.max_bytes = max_bytes
-        with suppress(PeerLost):  # then its first dequeue says so
+        with suppress(PeerLost):  # the first dequeue raises it
             self.frames.send(Kind.WELCOME, [])
         return ReplyInbox(self.frames)
 
 
 class ReplyListener:
-    """The driver's door, at the address that the other hosts reach, on a port that the kernel chose.
+    """Listens at the address that other nodes reach, on a port that the kernel chooses.
 
     Publish `host` and `port` to the ranks, then call `accept`.
     """
@@ -68,85 +73,94 @@ class ReplyListener:
         self._listener.setblocking(False)
         self.host = address
         self.port: int = self._listener.getsockname()[1]
+        self._pending: list[_PendingConnection] = []
+        self._reports = 0
+        self._accept_failed = False
 
     def accept(self, ranks: Mapping[int, str], timeout_s: float, say: Say) -> dict[int, ReplyInbox]:
-        """Wait for all `ranks` (rank -> who it is, for errors), then shut the door.
+        """Wait until all `ranks` (rank -> its name in errors) are connected, then stop listening.
 
-        Strangers are dropped and told of by `say`, which also hears after 3 s, then every 10 s, who is
-        missing. PeerLost names the missing after `timeout_s`.
+        `say` gets a line for each closed pending connection (the first 64), and after 3 s, then every 10 s,
+        one that names the missing ranks. Raises PeerLost, which names them, after `timeout_s` seconds.
         """
         wait = Wait(say, time.monotonic() + timeout_s)
-        inside: dict[int, ReplyInbox] = {}
-        pending: dict[int, _PendingConnection] = {}
+        inboxes: dict[int, ReplyInbox] = {}
         try:
-            while len(inside) < len(ranks):
-                missing = ", ".join(who for rank, who in ranks.items() if rank not in inside)
+            while len(inboxes) < len(ranks):
+                missing = ", ".join(who for rank, who in ranks.items() if rank not in inboxes)
                 if wait.left <= 0:
                     raise PeerLost(f"not connected to the driver within {timeout_s:g} s: {missing}")
-                if not select.select([self._listener.fileno(), *pending], [], [], 0)[0]:
+                progress = self._accept_one(say)
+                for pending in list(self._pending):
+                    if (rank := self._try_hello(pending, ranks.keys() - inboxes.keys(), say)) is not None:
+                        self._pending.remove(pending)
+                        inboxes[rank] = pending.admit(ranks[rank], self._max_bytes)
+                        progress = True
+                if not progress:
                     wait.pause(lambda missing=missing: f"the connections of {missing} to the driver")  # type: ignore[misc]
-                self._greet(pending, say)
-                for fd, pending_connection in list(pending.items()):
-                    if (rank := self._ask(fd, pending, ranks, inside, say)) is not None:
-                        del pending[fd]
-                        inside[rank] = pending_connection.admit(ranks[rank], self._max_bytes)
         except BaseException:
-            for inbox in inside.values():
+            for inbox in inboxes.values():
                 inbox.shutdown()
             raise
         finally:
-            for pending_connection in pending.values():
-                pending_connection.frames.close()
+            for pending in self._pending:
+                pending.frames.close()
             self.close()
-        return inside
+        return inboxes
 
     def close(self) -> None:
-        """Shut the door."""
+        """Stop listening."""
         self._listener.close()
 
-    def _greet(self, pending: dict[int, _PendingConnection], say: Say) -> None:
-        while True:
-            try:
-                sock, peer = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                say(f"a connection to the driver went away at once: {error}")
-                return
-            sock.setblocking(True)
-            try:
-                prepare(sock)
-                pending_connection = _PendingConnection(
-                    sock, f"{peer[0]}:{peer[1]}", self._key, self._nonce, self._max_bytes
-                )
-            except OSError:
-                sock.close()
-                continue
-            pending[sock.fileno()] = pending_connection
-
-    @staticmethod
-    def _ask(
-        fd: int,
-        pending: dict[int, _PendingConnection],
-        ranks: Mapping[int, str],
-        inside: Mapping[int, ReplyInbox],
-        say: Say,
-    ) -> int | None:
-        pending_connection = pending[fd]
-        peer = pending_connection.frames.who
+    def _accept_one(self, say: Say) -> bool:
+        """Accept one connection; return whether there was one."""
         try:
-            rank = pending_connection.rank()
+            sock, peer = self._listener.accept()
+        except BlockingIOError:
+            return False
+        except OSError as problem:
+            # The connection stays in the backlog: the caller pauses before the next try.
+            if not self._accept_failed:
+                self._accept_failed = True
+                say(f"cannot accept a connection to the driver, trying again: {problem}")
+            return False
+        name = f"{peer[0]}:{peer[1]}"
+        try:
+            pending = _PendingConnection(sock, name, self._key, self._nonce, self._max_bytes)
+        except Exception as problem:
+            sock.close()
+            self._report(say, f"dropped a connection from {name} to the driver: {problem!r}")
+            return True
+        self._pending.append(pending)
+        if len(self._pending) > _MAX_PENDING:
+            self._drop(self._pending[0], f"more than {_MAX_PENDING} have not authenticated", say)
+        return True
+
+    def _try_hello(self, pending: _PendingConnection, expected: set[int], say: Say) -> int | None:
+        """Return the rank of a pending connection that has authenticated; close one that cannot."""
+        try:
+            rank = pending.rank()
         except TimeoutError:
-            if time.monotonic() < pending_connection.until:
-                return None
-            why = f"it said nothing for {_HELLO_S:g} s"
-        except (BadFrame, PeerLost) as error:
-            why = str(error)
-        else:
-            if rank in ranks and rank not in inside:
-                return rank
-            why = f"rank {rank} is not awaited"
-        del pending[fd]
-        pending_connection.frames.close()
-        say(f"dropped a connection from {peer} to the driver: {why}")
-        return None
+            if time.monotonic() >= pending.until:
+                self._drop(pending, f"it did not authenticate within {_HELLO_S:g} s", say)
+            return None
+        except SpmdError as problem:
+            self._drop(pending, str(problem), say)
+            return None
+        except Exception as problem:
+            self._drop(pending, f"not a hello: {problem!r:.100}", say)
+            return None
+        if rank not in expected:
+            self._drop(pending, f"rank {rank} is not expected, or has connected already", say)
+            return None
+        return rank
+
+    def _drop(self, pending: _PendingConnection, reason: str, say: Say) -> None:
+        self._pending.remove(pending)
+        pending.frames.close()
+        self._report(say, f"dropped a connection from {pending.frames.who} to the driver: {reason}")
+
+    def _report(self, say: Say, text: str) -> None:
+        self._reports += 1
+        if self._reports <= _MAX_REPORTS:
+            say(text)

@@ -1,5 +1,6 @@
 """The ranks' answers: who may connect, what arrives in pieces, how each end learns that the other is gone."""
 
+import errno
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from spmd_serve.channel.reply import ReplyInbox, ReplySender
 from spmd_serve.channel.reply_listener import ReplyListener
 from spmd_serve.errors import PeerLost
 from spmd_serve.wire.codec import RefusedClass
-from spmd_serve.wire.frames import BadFrame, FrameWriter, Kind
+from spmd_serve.wire.frames import BadFrame, FrameReader, FrameWriter, Kind
 from tests.support.forked import Children
 
 DEADLINE_S = 20.0
@@ -225,7 +226,10 @@ def test_the_bell(door: Any, sender: Any) -> None:
 
 
 def hello(rank: object, nonce: str, kind: Kind = Kind.HELLO) -> bytes:
-    text = json.dumps({"rank": rank, "nonce": nonce}).encode()
+    return raw_hello(json.dumps({"rank": rank, "nonce": nonce}).encode(), kind)
+
+
+def raw_hello(text: bytes, kind: Kind = Kind.HELLO) -> bytes:
     return FrameWriter(reply.seals(None, "run1", bytes(16))[0]).frame(kind, [text]) + text
 
 
@@ -233,9 +237,18 @@ def hello(rank: object, nonce: str, kind: Kind = Kind.HELLO) -> bytes:
     ("sent", "why"),
     [
         (b"GET / HTTP/1.1\r\nHost: example\r\n\r\n", "magic"),
-        (hello(1, "run0"), "it is of run run0, this is run1"),
-        (hello(7, "run1"), "rank 7 is not awaited"),
+        (hello(1, "run0"), "it is of run 'run0', this is 'run1'"),
+        (hello(7, "run1"), "rank 7 is not expected"),
         (hello("x", "run1"), "not a hello"),
+        (hello(1.0, "run1"), "not a hello"),
+        (hello(True, "run1"), "not a hello"),
+        (hello(float("inf"), "run1"), "not a hello"),
+        (raw_hello(b'{"rank": 1, "nonce": ["run1"]}'), "not a hello"),
+        (raw_hello(b"[" * 4000), "RecursionError"),
+        (raw_hello(b"[]"), "not a hello"),
+        (raw_hello(b"{}"), "not a hello"),
+        (raw_hello(b"\xff"), "not a hello"),
+        (raw_hello(b""), "not a hello"),
         (hello(1, "run1", Kind.MESSAGE), "not a hello"),
         (hello(1, "run1")[:24] + b"]" * 64, "not a hello"),
         (hello(1, "x" * 5000), "the limit is 4096"),
@@ -268,10 +281,82 @@ def test_a_silent_stranger_holds_nobody_up(
     silent.recv(16)
     monkeypatch.undo()  # ranks may be slower
     sender(here, 1)
-    here.heard("it said nothing for ")
+    here.heard("it did not authenticate within ")
     assert silent.recv(1) == b""
     sender(here, 2)
     here.all_in()
+
+
+def test_an_unforeseen_error_of_a_handler_closes_its_connection_only(
+    door: Any, sender: Any, opened: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FrameReader, "header", lambda self, raw: 1 // 0)
+    here = door()
+    peer = raw(here.port, opened)
+    peer.recv(16)
+    peer.sendall(hello(1, "run1"))
+    here.heard("ZeroDivisionError")
+    monkeypatch.undo()
+    for rank in (1, 2):
+        sender(here, rank)
+    here.all_in()
+
+
+def test_the_oldest_pending_connection_goes_when_there_are_too_many(
+    door: Any, sender: Any, opened: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reply_listener, "_MAX_PENDING", 3)
+    monkeypatch.setattr(reply_listener, "_HELLO_S", DEADLINE_S)
+    here = door()
+    idle = [raw(here.port, opened) for _ in range(6)]
+    for number in range(3):
+        idle[number].recv(16)
+        assert idle[number].recv(1) == b""
+    here.heard("more than 3 have not authenticated")
+    for rank in (1, 2):
+        sender(here, rank)
+    here.all_in()
+
+
+def test_a_lack_of_descriptors_is_said_once_and_passes(door: Any, sender: Any) -> None:
+    listener = ReplyListener("127.0.0.1", "run1")
+    real, failures = listener._listener, 0
+
+    class Short:
+        def accept(self) -> Any:
+            nonlocal failures
+            failures += 1
+            if failures < 10:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return real.accept()
+
+        def close(self) -> None:
+            real.close()
+
+    listener._listener = Short()  # type: ignore[assignment]
+    said: list[str] = []
+    senders: list[ReplySender] = []
+    thread = threading.Thread(
+        target=lambda: senders.append(ReplySender("127.0.0.1", listener.port, 1, "run1"))
+    )
+    thread.start()
+    begun = time.process_time()
+    (inbox,) = listener.accept({1: NAMES[1]}, DEADLINE_S, said.append).values()
+    assert time.process_time() - begun < 0.5
+    thread.join(DEADLINE_S)
+    assert said == ["cannot accept a connection to the driver, trying again: [Errno 24] Too many open files"]
+    inbox.shutdown()
+    senders[0].shutdown()
+
+
+def test_an_announced_length_takes_no_memory(door: Any, sender: Any) -> None:
+    here = door(ranks={1: NAMES[1]})
+    rank = sender(here, 1)
+    inbox = here.all_in()[1]
+    rank._frames.sock.sendall(rank._frames.writer._header(Kind.MESSAGE, 1 << 30) + bytes(100_000))
+    with pytest.raises(TimeoutError):
+        inbox.dequeue(timeout=0.5)
+    assert len(inbox._frames._buffer) == reply._FIRST_PIECE_BYTES
 
 
 def test_a_rank_comes_in_once_and_the_door_shuts(door: Any, sender: Any) -> None:
@@ -279,7 +364,7 @@ def test_a_rank_comes_in_once_and_the_door_shuts(door: Any, sender: Any) -> None
     sender(here, 1)
     with pytest.raises(PeerLost, match="did not take rank 1"):
         sender(here, 1)
-    here.heard("rank 1 is not awaited")
+    here.heard("rank 1 is not expected")
     sender(here, 2)
     here.all_in()
     with pytest.raises(PeerLost, match="cannot reach"):
