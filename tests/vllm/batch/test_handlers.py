@@ -133,22 +133,22 @@ def check_flags() -> None:
     assert answer_flags(vars(args), defaults) == {"--model": "m", "--seed": "7"}
 
 
-if __name__ == "__main__":
-    check_flags()
-
-
-@pytest.mark.parametrize("flag", ["--kv-transfer-config", "--ec-transfer-config"])
-def test_random_ids_do_not_keep_a_batch_from_going_on(flag: str) -> None:
+def check_random_ids() -> None:
+    """The random engine ids of transfer configurations do not keep a batch from going on."""
     from spmd_serve.engine.config import make_parser
 
     parser = make_parser(BatchOptions.add_to)
     defaults = {action.dest: action.default for action in parser._actions}
-    role = {"--kv-transfer-config": "kv_role", "--ec-transfer-config": "ec_role"}[flag]
-    words = ["a-model", "-i=in", "-o=out", flag, f'{{"{role}": "%s"}}']
 
-    def shown(value: str) -> str:
-        given = [word % value if "%s" in word else word for word in words]
-        return answer_flags(vars(parser.parse_args(given)), defaults)[flag]
+    def shown(flag: str, role: str, value: str) -> str:
+        words = ["a-model", "-i=in", "-o=out", flag, f'{{"{role}": "{role.removesuffix("_role")}_{value}"}}']
+        return answer_flags(vars(parser.parse_args(words)), defaults)[flag]
 
-    producer, consumer = role.replace("role", "producer"), role.replace("role", "consumer")
-    assert shown(producer) == shown(producer) != shown(consumer)
+    for flag, role in (("--kv-transfer-config", "kv_role"), ("--ec-transfer-config", "ec_role")):
+        first, second, other = (shown(flag, role, value) for value in ("producer", "producer", "consumer"))
+        assert first == second != other
+
+
+if __name__ == "__main__":
+    check_flags()
+    check_random_ids()
