@@ -9,12 +9,7 @@ Labels = Mapping[str, object]
 
 # Key in a member's row, metric name, metric type, help text.
 _OF_RANKS = (
-    (
-        "age_s",
-        "rank_sign_age_seconds",
-        "gauge",
-        "Seconds since the rank's last step or heartbeat.",
-    ),
+    ("age_s", "rank_sign_age_seconds", "gauge", "Seconds since the rank's last step or heartbeat."),
     ("steps", "rank_steps_total", "counter", "Driver's messages that the rank has executed."),
     ("busy_s", "rank_busy_seconds_total", "counter", "Seconds that the rank has spent executing them."),
     ("in_flight_s", "rank_step_in_flight_seconds", "gauge", "Age of the step in flight."),
@@ -39,7 +34,7 @@ def _lines(view: Mapping[str, Any]) -> Iterator[str]:
         ({"rank": row["rank"], "host": row["hostname"]}, row) for row in members if row["kind"] == "rank"
     ]
     drivers = [({"engine": row["name"], "host": row["hostname"]}, row) for row in members if row.get("sent")]
-    yield from _metric("info", "gauge", "This round.", [({"round_id": view["round_id"] or ""}, 1)])
+    yield from _metric("info", "gauge", "This round.", [({"generation": view["round_id"] or ""}, 1)])
     yield from _metric("ready", "gauge", "1 while new requests are admitted.", [({}, int(is_ready(view)))])
     yield from _metric(
         "draining", "gauge", "1 once the job drains.", [({}, int(view["draining"] is not None))]

@@ -149,6 +149,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
     assert found[("spmd_serve_control_network_bytes_total", "engine core", "a")] == 900
     assert found[("spmd_serve_ready",)] == 1 and found[("spmd_serve_failures_total",)] == 0
     assert found[("spmd_serve_info", "abc")] == 1
+    assert 'spmd_serve_info{generation="abc"} 1' in metrics.render(view_of()).splitlines()
     assert ("spmd_serve_host_sign_age_seconds", "b") not in found
 
 
