@@ -62,7 +62,7 @@ class EndProtocol:
     def advance(self) -> None:
         """When nothing is in flight on any node, tell those ranks of this node that have a number.
 
-        Before the rendezvous no rank has a number: all are told then, because there is nothing to finish.
+        Before the rendezvous, no rank has a number: all ranks get it then, as there is nothing to finish.
         """
         if self.drain_reason is None or not self._subscribers.drained(self._state.now):
             return

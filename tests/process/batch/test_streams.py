@@ -125,7 +125,7 @@ def test_output_url(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 class _Breaking(BaseHTTPRequestHandler):
-    """Answers uploads with what is no HTTP, or closes the connection at once."""
+    """Answer an upload with bytes that are not HTTP, or close the connection without an answer."""
 
     replies = (b"", b"no HTTP\r\n")
     tries = 0

@@ -318,7 +318,7 @@ def test_the_oldest_pending_connection_goes_when_there_are_too_many(
     here.all_in()
 
 
-def test_a_lack_of_descriptors_is_said_once_and_passes(door: Any, sender: Any) -> None:
+def test_accept_without_free_descriptors_is_reported_once_and_retried() -> None:
     listener = ReplyListener("127.0.0.1", "run1")
     real, failures = listener._listener, 0
 

@@ -38,10 +38,10 @@ def two_nodes(job: Job, **changes: Any) -> tuple[Node, Node]:
 
 
 def common_root_cause(actors: list[Actor], since: float, within_s: float) -> dict[str, Any]:
-    """Return the root cause that all of them were told, within `within_s` seconds after `since`."""
+    """Return the root cause that each of them received, within `within_s` seconds after `since`."""
     root_causes = [actor.expect("root_cause") for actor in actors]
     slowest = max(root_cause.pop("at") for root_cause in root_causes) - since
-    print(f"all were told after {slowest:.3f} s: {root_causes[0]['cause']}")
+    print(f"all had received it after {slowest:.3f} s: {root_causes[0]['cause']}")
     assert slowest < within_s
     assert all(root_cause == root_causes[0] for root_cause in root_causes)
     return root_causes[0]
@@ -241,7 +241,7 @@ def test_a_drain_requested_before_the_watchers_connect_is_not_lost(job: Job) -> 
 
 
 def assert_ended(job: Job, head: Node, other: Node, end: End) -> None:
-    """Check that all ranks are told of the normal end, and that their deaths are then no failures."""
+    """Check that all ranks receive the normal end, and that their deaths are then no failures."""
     for actor in [*head.ranks, *other.ranks]:
         announced = actor.expect("end")
         assert (announced["code"], announced["unserved"]) == (end.code, end.unserved)

@@ -1,4 +1,4 @@
-"""One node with real members: kill -9, SIGSTOP and hangs; what the other members are told, and when."""
+"""One node with real members: kill -9, SIGSTOP and hangs; what the other members receive, and when."""
 
 import os
 import signal
